@@ -1,0 +1,49 @@
+"""Engines: what can run Requests. This file is the seam; implementations lie beside it.
+
+An engine never queues (the scheduler does). All methods but start and stop are plain `def`:
+state changes at once, waiting happens in the returned `Run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from edged.core import Health, Limits, Request, Step
+
+
+class Run(Protocol):
+    """One stream on one engine: an async iterator of Steps, the last of which has `finish`.
+
+    Raises RowFault (this stream's trouble) or EngineFault (everybody's). aclose() is the
+    cancellation: it returns at once, the slot is free within one step. Idempotent.
+    """
+
+    def __aiter__(self) -> Run: ...
+
+    async def __anext__(self) -> Step: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Engine(Protocol):
+    name: str
+    model: str
+
+    def capacity(self) -> int:
+        """Slots free now; 0 unless the engine is ready."""
+
+    def run(self, request: Request, prefix: Sequence[int]) -> Run:
+        """Start the request, continuing after `prefix` (ids already generated elsewhere).
+
+        Takes a slot at once. Raises EngineFault when the engine is not ready.
+        """
+
+    def set_limits(self, limits: Limits) -> None: ...
+
+    def health(self) -> Health: ...
+
+    async def start(self) -> None:
+        """Return when ready. Raises EngineFault when it cannot start."""
+
+    async def stop(self) -> None: ...
