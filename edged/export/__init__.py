@@ -1,0 +1,10 @@
+"""From a GGUF file or a Hugging Face folder to a model directory: `python -m edged.export`.
+
+Runs as a short-lived process of its own (numpy, gguf, onnx); the daemon never imports it.
+"""
+
+from __future__ import annotations
+
+
+class ExportError(Exception):
+    """The source cannot become a model directory; the message tells what to do (exit 2)."""

@@ -1,0 +1,149 @@
+"""Reads a GGUF file: sizes from its header, matrices dequantised to float32 on demand.
+
+Undoes what GGUF does to a model: reversed shapes and, for `llama`, permuted q and k rows.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from edged.export import ExportError
+from edged.export.hyper import Hyper, Rope, family
+
+_TOP = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+_LAYER = {
+    "attn_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "o": "attn_output.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "ffn_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+}
+# ".Q4_1", "-Q4_K_M", ".f16": how files are stored is not part of a model's name.
+_QUANTISATION = re.compile(r"[.-]((i?q\d[a-z0-9_]*)|bf16|f16|f32)$", re.IGNORECASE)
+_HEADS_OF = {"q": "heads", "q_bias": "heads", "k": "kv_heads", "k_bias": "kv_heads"}
+
+
+class GgufSource:
+    """One GGUF file. Names of tensors are edged's own: `embed`, `norm`, `head`, `3.q`, ..."""
+
+    def __init__(self, path: Path) -> None:
+        self.paths = [path]
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise ExportError(f"cannot read {path} as GGUF: {error}") from None
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._path = path
+        self.hyper = self._hyper().check()
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows start..stop of a matrix as float32 [stop - start, K]."""
+        return self._decode(name, slice(start, stop))
+
+    def matrix(self, name: str) -> np.ndarray:
+        """A whole matrix [N, K] or vector [N] as float32."""
+        values = self._decode(name, slice(None))
+        part = name.rpartition(".")[2]
+        if self.hyper.family.gguf_permuted and part in _HEADS_OF:
+            return _unpermute(values, getattr(self.hyper, _HEADS_OF[part]))
+        return values
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(int(size) for size in reversed(self._find(name).shape))
+
+    def _find(self, name: str) -> Any:
+        layer, _, part = name.rpartition(".")
+        full = f"blk.{layer}.{_LAYER[part]}" if layer else _TOP[part]
+        if full not in self._tensors:
+            raise ExportError(f"tensor {full} is missing in {self._path.name}; the file is damaged")
+        return self._tensors[full]
+
+    def _decode(self, name: str, rows: slice) -> np.ndarray:
+        tensor = self._find(name)
+        count = tensor.data.shape[0]
+        start, stop, _ = rows.indices(count)
+        row_bytes = int(tensor.n_bytes) // count
+        # Read, not mapped: pages of a map would stay in this process's resident memory.
+        raw = np.fromfile(
+            self._path,
+            dtype=np.uint8,
+            count=(stop - start) * row_bytes,
+            offset=int(tensor.data_offset) + start * row_bytes,
+        ).view(tensor.data.dtype)
+        try:
+            values = gguf.quants.dequantize(
+                raw.reshape(stop - start, *tensor.data.shape[1:]), tensor.tensor_type
+            )
+        except NotImplementedError:
+            raise ExportError(
+                f"unsupported quantisation {tensor.tensor_type.name} of {tensor.name}; "
+                "take a Q8_0, Q4_K_M or F16 file of the same model"
+            ) from None
+        return np.asarray(values, dtype=np.float32)
+
+    def _field(self, key: str, default: Any = None) -> Any:
+        found = self._reader.fields.get(key)
+        if found is None and default is None:
+            raise ExportError(f"{key} is missing in {self._path.name}; the file is damaged")
+        return default if found is None else found.contents()
+
+    def _hyper(self) -> Hyper:
+        arch = str(self._field("general.architecture"))
+        parts = family(arch)
+        heads = int(self._field(f"{arch}.attention.head_count"))
+        hidden = int(self._field(f"{arch}.embedding_length"))
+        head_dim = int(self._field(f"{arch}.attention.key_length", hidden // heads))
+        rotary = int(self._field(f"{arch}.rope.dimension_count", head_dim))
+        if rotary != head_dim:
+            raise ExportError(f"partial rotary embedding ({rotary} of {head_dim}) is not supported")
+        if int(self._field(f"{arch}.expert_count", 0) or 0):
+            raise ExportError("mixture-of-experts models are not supported; take a dense one")
+        return Hyper(
+            architecture=arch,
+            name=_QUANTISATION.sub("", self._path.stem),
+            layers=int(self._field(f"{arch}.block_count")),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(self._field(f"{arch}.attention.head_count_kv", heads)),
+            head_dim=head_dim,
+            ffn=int(self._field(f"{arch}.feed_forward_length")),
+            vocab=self.shape("embed")[0],
+            context_tokens=int(self._field(f"{arch}.context_length")),
+            norm_eps=float(self._field(f"{arch}.attention.layer_norm_rms_epsilon")),
+            rope=self._rope(arch, head_dim),
+            tied="output.weight" not in self._tensors,
+            family=parts,
+        )
+
+    def _rope(self, arch: str, head_dim: int) -> Rope:
+        theta = float(self._field(f"{arch}.rope.freq_base", 10_000.0))
+        if "rope_freqs.weight" in self._tensors:
+            divisors = self._tensors["rope_freqs.weight"].data
+            return Rope(theta, "llama3", tuple(float(d) for d in divisors))
+        kind = str(self._field(f"{arch}.rope.scaling.type", "none"))
+        if kind == "linear":
+            factor = float(self._field(f"{arch}.rope.scaling.factor"))
+            return Rope(theta, kind, (factor,) * (head_dim // 2))
+        if kind != "none":
+            raise ExportError(f"rope scaling {kind!r} is not supported; edged exports linear")
+        return Rope(theta)
+
+
+def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
+    """Interleaved pairs (0, 1), (2, 3) ... of each head back to halves (0, D/2), (1, D/2 + 1)."""
+    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, -1)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

