@@ -1,32 +1,219 @@
-"""Admission, queue and dispatch: `submit` is the only way in, for HTTP and MQTT alike."""
+"""Admission, queue and dispatch: `submit` is the only way in, for HTTP and MQTT alike.
+
+Every stream ends with exactly one Finish. State changes in plain `def`; one task per running
+stream drains its engine, so a slow reader never holds a slot longer than its tokens last.
+Time is the event loop's.
+"""
 
 from __future__ import annotations
 
-from edged.core import Delta, Finish, Request
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from edged.core import Finish, FinishReason, Request
+from edged.engine import Engine, Run
+from edged.engine.stream import Stream
+from edged.engine.writer import Writer
+from edged.errors import EngineFault, RequestError, RowFault
+from edged.queue import Queue, Waiting
+from edged.text.model import TextModel
+
+__all__ = ["Load", "Scheduler", "Stream"]
+
+log = structlog.get_logger("edged.scheduler")
 
 
-class Stream:
-    """What submit returns: an async iterator of Deltas whose last event is exactly one Finish.
+@dataclass(frozen=True)
+class _Running:
+    run: Run
+    task: asyncio.Task[None]
 
-    aclose() cancels in queue, prefill and decode alike and may be called before the first
-    iteration; use `async with contextlib.aclosing(stream)`. Never raises EngineFault: faults
-    end the stream with Finish("failed", error_code=..., error_message=...).
-    """
 
-    request: Request
+@dataclass(frozen=True)
+class Load:
+    """What status, metrics and readiness want to know."""
 
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> Delta | Finish:
-        raise NotImplementedError
-
-    async def aclose(self) -> None:
-        raise NotImplementedError
+    waiting: int
+    running: int
+    oldest_wait_s: float
+    draining: bool
 
 
 class Scheduler:
+    """Bounded queue in front of an ordered chain of engines."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        texts: Mapping[str, TextModel],
+        queue: Queue[Stream],
+        on_finish: Callable[[Request, Finish], None] = lambda request, finish: None,
+        on_refuse: Callable[[Request, str], None] = lambda request, code: None,
+    ) -> None:
+        self._engines = engines
+        self._texts = texts
+        self._queue = queue
+        self._on_finish = on_finish
+        self._on_refuse = on_refuse
+        self._streams: dict[Stream, _Running | None] = {}  # None = waiting
+        self._ever_ready = False
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._service_s = 1.0  # moving mean of dispatch -> end, for Retry-After
+
     def submit(self, request: Request) -> Stream:
-        """Admit or refuse before the first byte: RequestError (queue_full, model_loading,
-        shutting_down, ...) is raised here, at once, with retry_after_s."""
-        raise NotImplementedError
+        """Admit or refuse before the first byte; a refusal is a RequestError, raised at once.
+
+        1. draining -> shutting_down  2. no engine can serve soon -> model_loading or
+        engine_unavailable  3. queue full, by requests or tokens -> queue_full
+        4. deadline already past -> deadline_exceeded  5. queued; dispatched at once if a
+        slot is free.
+        """
+        now_s = asyncio.get_running_loop().time()
+        refusal = self._refusal(request, now_s)
+        if refusal is not None:
+            self._on_refuse(request, refusal.code)
+            raise refusal
+        writer = Writer(request, self._texts[request.model])
+        stream = Stream(request, writer, self._cancel)
+        self._streams[stream] = None
+        self._idle.clear()
+        self._queue.push(Waiting(request, now_s, stream))
+        if request.deadline_s is not None:
+            loop = asyncio.get_running_loop()
+            stream.expiry = loop.call_at(request.deadline_s, self._expire, stream)
+        self.dispatch()
+        return stream
+
+    def _refusal(self, request: Request, now_s: float) -> RequestError | None:
+        if self._draining:  # 1
+            return RequestError("shutting_down", "the node is shutting down", retry_after_s=5)
+        states = {engine.health().state for engine in self._engines}
+        self._ever_ready = self._ever_ready or "ready" in states
+        if "ready" not in states:  # 2
+            if "starting" in states and not self._ever_ready:
+                return RequestError("model_loading", "the model is loading", retry_after_s=5)
+            if "starting" not in states and "failed" not in states:
+                detail = "; ".join(f"{e.name}: {e.health().detail}" for e in self._engines)
+                message = f"no engine can serve now ({detail})"
+                return RequestError("engine_unavailable", message, retry_after_s=10)
+        if not self._queue.has_room(request):  # 3
+            message = f"{len(self._queue)} requests are waiting; the queue is full"
+            return RequestError("queue_full", message, retry_after_s=self._retry_after_s())
+        if request.deadline_s is not None and request.deadline_s <= now_s:  # 4
+            return RequestError("deadline_exceeded", "the deadline has already passed")
+        return None
+
+    def _retry_after_s(self) -> float:
+        """When a place in the queue is likely: the mean service time, shared by the slots."""
+        slots = max(1, sum(engine.health().slots for engine in self._engines))
+        return min(60.0, max(1.0, self._service_s * len(self._queue) / slots / 2))
+
+    def dispatch(self) -> None:
+        """Start waiting streams while an engine has a free slot. Called on every change."""
+        now_s = asyncio.get_running_loop().time()
+        while self._queue and (engine := self._engine_with_room()) is not None:
+            running = [s.request.client for s, r in self._streams.items() if r is not None]
+            stream = self._queue.pop(now_s, running).item
+            stream.dispatched_s = now_s
+            stream.engine = engine
+            try:
+                run = engine.run(stream.request, stream.writer.generated)
+            except EngineFault as fault:
+                self._end(stream, "failed", fault.code, str(fault))
+                continue
+            task = asyncio.create_task(self._drive(stream, run))
+            self._streams[stream] = _Running(run, task)
+        if self._queue and all(engine.health().state == "off" for engine in self._engines):
+            for stream in self._waiting():
+                self._end(stream, "failed", "engine_unavailable", "no engine can serve now")
+
+    def _waiting(self) -> list[Stream]:
+        return [stream for stream, running in self._streams.items() if running is None]
+
+    def _engine_with_room(self) -> Engine | None:
+        return next((engine for engine in self._engines if engine.capacity() > 0), None)
+
+    async def _drive(self, stream: Stream, run: Run) -> None:
+        """Drain one run into its stream until either ends."""
+        try:
+            async for step in run:
+                if (delta := stream.writer.feed(step)) is not None:
+                    stream.push(delta)
+                if stream.writer.finish is not None:
+                    break
+            reason = stream.writer.finish
+            if reason is not None:
+                self._end(stream, reason)
+            else:
+                self._end(stream, "failed", "engine_fault", "the engine ended without a finish")
+        except (RowFault, EngineFault) as fault:
+            self._end(stream, "failed", fault.code, str(fault))
+        except Exception:  # a bug of ours: this stream ends, the daemon lives, the log tells
+            log.exception("stream_crashed", request_id=stream.request.id)
+            self._end(stream, "failed", "internal_error", "internal error; see the node's log")
+        finally:
+            run.close()
+
+    def _end(
+        self, stream: Stream, reason: FinishReason, code: str | None = None, why: str | None = None
+    ) -> None:
+        """The one place where a stream ends."""
+        if stream.finish is not None:
+            return
+        stream.end(reason, code, why)
+        if stream.expiry is not None:
+            stream.expiry.cancel()
+        running = self._streams.pop(stream)
+        if running is None:
+            self._queue.discard(stream)
+        else:
+            running.run.close()  # here, not only in the task: it may not have begun yet
+            if running.task is not asyncio.current_task():
+                running.task.cancel()
+        if stream.dispatched_s is not None and reason in ("stop", "length"):
+            took_s = asyncio.get_running_loop().time() - stream.dispatched_s
+            self._service_s += 0.2 * (took_s - self._service_s)
+        if not self._streams:
+            self._idle.set()
+        assert stream.finish is not None
+        self._on_finish(stream.request, stream.finish)
+
+    def _cancel(self, stream: Stream) -> None:
+        self._end(stream, "cancelled", "cancelled", "the request was cancelled")
+
+    def _expire(self, stream: Stream) -> None:
+        self._end(stream, "shed", "deadline_exceeded", "the request's deadline has passed")
+
+    # --- stop ------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Refuse new requests and shed the waiting ones; running streams go on."""
+        self._draining = True
+        for stream in self._waiting():
+            self._end(stream, "shed", "shutting_down", "the node is shutting down; ask again")
+
+    def shed_all(self, code: str = "shutting_down") -> None:
+        """End everything that still runs."""
+        for stream in list(self._streams):
+            self._end(stream, "shed", code, "the node stopped before the answer was complete")
+
+    async def idle(self, within_s: float) -> bool:
+        """Wait until no stream is left, at most within_s; True if none is."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), within_s)
+        return not self._streams
+
+    def load(self) -> Load:
+        now_s = asyncio.get_running_loop().time()
+        return Load(
+            waiting=len(self._queue),
+            running=len(self._streams) - len(self._queue),
+            oldest_wait_s=self._queue.oldest_wait_s(now_s),
+            draining=self._draining,
+        )

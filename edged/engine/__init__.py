@@ -15,15 +15,15 @@ from edged.core import Health, Limits, Request, Step
 class Run(Protocol):
     """One stream on one engine: an async iterator of Steps, the last of which has `finish`.
 
-    Raises RowFault (this stream's trouble) or EngineFault (everybody's). aclose() is the
-    cancellation: it returns at once, the slot is free within one step. Idempotent.
+    Raises RowFault (this stream's trouble) or EngineFault (everybody's). close() is the
+    cancellation: the slot is free within one step. Idempotent, harmless after the end.
     """
 
     def __aiter__(self) -> Run: ...
 
     async def __anext__(self) -> Step: ...
 
-    async def aclose(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Engine(Protocol):

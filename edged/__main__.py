@@ -1,0 +1,7 @@
+"""python -m edged"""
+
+import sys
+
+from edged.cli import main
+
+sys.exit(main())

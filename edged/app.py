@@ -1,0 +1,218 @@
+"""Open this first: builds the parts, starts them in order, stops them in reverse.
+
+Start: model, HTTP, engines (HTTP already answers health and `model_loading`), MQTT, READY.
+Stop: refuse new requests, drain with a limit, MQTT offline, HTTP, engines, STOPPING told first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from edged import wire
+from edged.config import Config
+from edged.engine.restarts import RestartPolicy
+from edged.engine.worker_engine import WorkerEngine
+from edged.errors import EngineFault, EngineUnavailable
+from edged.ingress.http import HttpServer
+from edged.ingress.mqtt import MqttIngress
+from edged.ingress.prepare import Catalog
+from edged.metrics import Metrics
+from edged.queue import Queue
+from edged.scheduler import Scheduler, Stream
+from edged.status import Status, status_of
+from edged.systemd import Notifier
+from edged.text.model import TextModel
+
+log = structlog.get_logger("edged")
+
+
+@dataclass
+class StopSignal:
+    """How a run is asked to end: asked once = drain with a limit, asked again = now."""
+
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    forced: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def ask(self) -> None:
+        (self.forced if self.asked.is_set() else self.asked).set()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one daemon is made of."""
+
+    text: TextModel
+    engines: tuple[WorkerEngine, ...]
+    scheduler: Scheduler
+    metrics: Metrics
+    http: HttpServer
+    mqtt: MqttIngress | None
+    status: Callable[[], Status]
+
+
+async def run(config: Config, model_dir: Path, stop: StopSignal, notifier: Notifier) -> None:
+    """Serve until `stop` is asked. Raises EngineUnavailable when no engine can start."""
+    async with AsyncExitStack() as stack:
+        parts = build(config, model_dir)
+        await stack.enter_async_context(_running(parts.http))
+        stack.push_async_callback(_stop_engines, parts.engines)
+        await stack.enter_async_context(_feeding(notifier, parts.status))
+        await _start_engines(config, parts.engines, stop)
+        if parts.mqtt is not None:
+            await stack.enter_async_context(_running(parts.mqtt))
+        notifier.ready()
+        log.info("ready", node=config.node, model=parts.text.name, url=url(config, parts.http.port))
+        await stop.asked.wait()
+        await _drain(config, parts, stop, notifier)
+    log.info("stopped")
+
+
+def build(config: Config, model_dir: Path) -> Parts:
+    """Make all parts; nothing runs yet. The wiring between them is all here."""
+    text = TextModel.load(model_dir, config.model.name)
+    metrics = Metrics(config.node, text.name)
+    engines = tuple(_engine(name, config, text, model_dir) for name in config.engines.chain)
+    scheduler = Scheduler(
+        engines,
+        {text.name: text},
+        Queue[Stream](config.queue.max_requests, config.queue.max_tokens, config.queue.aging_s),
+        on_finish=metrics.on_finish,
+        on_refuse=metrics.on_refuse,
+    )
+    for engine in engines:
+        engine.on_change = scheduler.dispatch
+        engine.on_report = lambda report, name=engine.name: metrics.on_report(name, report)
+
+    def status() -> Status:
+        return status_of(
+            config.node,
+            scheduler.load(),
+            tuple((engine.name, engine.health()) for engine in engines),
+            asyncio.get_running_loop().time(),
+        )
+
+    catalog = Catalog([text], config.generation)
+    http = HttpServer(config.http, config.node, scheduler, catalog, metrics, status)
+    mqtt = None
+    if config.mqtt.url:
+        mqtt = MqttIngress(config.mqtt, config.node, scheduler, catalog, metrics, status)
+    return Parts(text, engines, scheduler, metrics, http, mqtt, status)
+
+
+def _engine(name: str, config: Config, text: TextModel, model_dir: Path) -> WorkerEngine:
+    context_tokens = min(text.context_tokens, config.model.context_tokens or text.context_tokens)
+    launch = wire.Launch(
+        engine=name,
+        model_dir=str(model_dir),
+        slots=config.cpu.slots,
+        context_tokens=context_tokens,
+        threads=config.cpu.threads,
+        prefill_chunk=config.cpu.prefill_chunk,
+    )
+    restarts = RestartPolicy(
+        config.engines.restart_budget,
+        config.engines.restart_window_s,
+        config.engines.restart_backoff_s,
+        config.engines.restart_backoff_max_s,
+    )
+    return WorkerEngine(name, text.name, launch, restarts)
+
+
+@asynccontextmanager
+async def _running(part: HttpServer | MqttIngress) -> AsyncIterator[None]:
+    await part.start()
+    try:
+        yield
+    finally:
+        await part.stop()
+
+
+async def _stop_engines(engines: tuple[WorkerEngine, ...]) -> None:
+    await asyncio.gather(*(engine.stop() for engine in engines))
+
+
+async def _start_engines(
+    config: Config, engines: tuple[WorkerEngine, ...], stop: StopSignal
+) -> None:
+    """Return at the first ready engine; the others keep trying behind it (mode degraded).
+
+    Raises EngineUnavailable when none can start, or when npu.required and the NPU cannot.
+    """
+    starts = {asyncio.create_task(engine.start()): engine for engine in engines}
+    stopping = asyncio.create_task(stop.asked.wait())
+    pending: set[asyncio.Task[object]] = {*starts, stopping}  # type: ignore[arg-type]
+    failures: list[str] = []
+    try:
+        while not stop.asked.is_set() and len(failures) < len(engines):
+            done, pending = await asyncio.wait(
+                pending, timeout=config.engines.start_timeout_s, return_when="FIRST_COMPLETED"
+            )
+            if not done:
+                raise EngineUnavailable("no engine became ready in time; see the worker's log")
+            for task in done - {stopping}:
+                engine, fault = starts[task], task.exception()  # type: ignore[index]
+                if fault is None:
+                    return
+                failures.append(str(fault))
+                if not isinstance(fault, EngineFault):
+                    raise fault
+                if engine.name == "npu" and config.npu.required:
+                    raise EngineUnavailable(f"npu.required is set and {fault}")
+        if failures:
+            raise EngineUnavailable("; ".join(failures))
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _feeding(notifier: Notifier, status: Callable[[], Status]) -> AsyncIterator[None]:
+    """Tell systemd how we are, from the loop itself: a blocked loop withholds the watchdog."""
+
+    async def feed() -> None:
+        while True:
+            now = status()
+            notifier.status(
+                f"{now.mode}: {now.reason}; {now.running} running, {now.waiting} waiting"
+            )
+            notifier.watchdog()
+            if now.mode != "normal":
+                notifier.extend(30.0)  # loading a large model outlasts TimeoutStartSec
+            await asyncio.sleep(min(notifier.watchdog_interval_s or 5.0, 5.0))
+
+    task = asyncio.create_task(feed())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _drain(config: Config, parts: Parts, stop: StopSignal, notifier: Notifier) -> None:
+    """Refuse new work, let running streams end within the limit, then shed the rest."""
+    notifier.stopping()
+    notifier.extend(config.drain_timeout_s + 30.0)
+    log.info("draining", limit_s=config.drain_timeout_s, running=parts.scheduler.load().running)
+    parts.http.drain()
+    if parts.mqtt is not None:
+        parts.mqtt.drain()
+    parts.scheduler.drain()
+    forced = asyncio.create_task(stop.forced.wait())
+    idle = asyncio.create_task(parts.scheduler.idle(config.drain_timeout_s))
+    await asyncio.wait({forced, idle}, return_when="FIRST_COMPLETED")
+    for task in (forced, idle):
+        task.cancel()
+    await asyncio.gather(forced, idle, return_exceptions=True)
+    parts.scheduler.shed_all()
+
+
+def url(config: Config, port: int) -> str:
+    host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
+    return f"http://{host}:{port}"

@@ -1,0 +1,101 @@
+"""`edged`: run | export | models fetch | check-config | version. Maps errors to exit codes.
+
+0 ended well; 2 usage; 75 no engine can start (try again later); 78 bad configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from edged import __version__, config, logs
+from edged.errors import ConfigError, EdgedError, EngineUnavailable
+
+EX_OK, EX_FAIL, EX_TEMPFAIL, EX_CONFIG = 0, 1, 75, 78
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.verb(arguments))
+    except ConfigError as error:
+        return _say(error, EX_CONFIG)
+    except EngineUnavailable as error:
+        return _say(error, EX_TEMPFAIL)
+    except EdgedError as error:
+        return _say(error, EX_FAIL)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _say(error: Exception, code: int) -> int:
+    print(f"edged: {error}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="edged", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"edged {__version__}")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    run = verbs.add_parser("run", help="serve text generation over HTTP and MQTT")
+    run.set_defaults(verb=_run)
+    check = verbs.add_parser("check-config", help="read the configuration and say what is wrong")
+    check.set_defaults(verb=_check_config)
+    for verb in (run, check):
+        verb.add_argument("--config", type=Path, metavar="FILE", help="TOML file")
+        verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
+    export = verbs.add_parser("export", help="turn a GGUF file or HF folder into a model folder")
+    export.add_argument("rest", nargs=argparse.REMAINDER)
+    export.set_defaults(verb=_export)
+    models = verbs.add_parser("models", help="fetch the demo model")
+    models.add_argument("action", choices=["fetch"])
+    models.add_argument("name", choices=["demo"])
+    models.add_argument("--state-dir", type=Path, default=None)
+    models.set_defaults(verb=_models)
+    return parser
+
+
+def _check_config(arguments: argparse.Namespace) -> int:
+    checked = config.load(arguments.config, tuple(arguments.sets))
+    print(f"configuration is good; node {checked.node}, state in {checked.state_dir}")
+    return EX_OK
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    """In a process of its own: it needs numpy, gguf and onnx, which this one never imports."""
+    return subprocess.call([sys.executable, "-m", "edged.export", *arguments.rest])
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    from edged import models
+
+    state_dir = arguments.state_dir or config.default_state_dir()
+    source = models.fetch_demo(state_dir)
+    print(models.ensure_exported(source, state_dir, "int8"))
+    return EX_OK
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    checked = config.load(arguments.config, tuple(arguments.sets))
+    logs.configure(checked.log.level, checked.log.format)
+    from edged import app, models
+    from edged.systemd import Notifier
+
+    notifier = Notifier.from_environ(os.environ)
+    notifier.status("preparing the model")
+    model_dir = models.find(checked.model.path, Path(checked.state_dir), checked.cpu.dtype)
+
+    async def serve() -> None:
+        stop = app.StopSignal()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signum, stop.ask)
+        await app.run(checked, model_dir, stop, notifier)
+
+    asyncio.run(serve())
+    return EX_OK

@@ -1,0 +1,8 @@
+"""Shared fixtures and the path to the hand-written fakes beside the tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

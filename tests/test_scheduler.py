@@ -1,0 +1,333 @@
+"""The scheduler's promises, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from fakes import FakeEngine, LetterText, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edged.core import Delta, Finish, Request
+from edged.errors import RequestError
+from edged.queue import Queue
+from edged.scheduler import Scheduler, Stream
+from edged.twin.virtual_loop import run_virtual
+
+
+class Bench:
+    def __init__(self, slots: int = 2, max_requests: int = 8, max_tokens: int = 10_000) -> None:
+        self.engine = FakeEngine(slots)
+        self.finishes: list[tuple[str, Finish]] = []
+        self.refused: list[str] = []
+        self.scheduler = Scheduler(
+            [self.engine],
+            {"fake": LetterText()},  # type: ignore[dict-item]
+            Queue(max_requests, max_tokens, aging_s=10.0),
+            on_finish=lambda r, f: self.finishes.append((r.id, f)),
+            on_refuse=lambda r, code: self.refused.append(code),
+        )
+        self.engine.on_change = self.scheduler.dispatch
+
+
+async def read(stream: Stream) -> tuple[str, Finish]:
+    text = ""
+    async for event in stream:
+        if isinstance(event, Delta):
+            text += event.text
+        else:
+            finish = event
+    return text, finish
+
+
+def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def run() -> None:
+        run_virtual(test())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@virtual
+async def test_a_request_streams_its_text_and_ends_once() -> None:
+    """A stream yields its deltas, then one Finish with usage, engine and timings, then nothing."""
+    bench = Bench()
+    text, finish = await read(bench.scheduler.submit(request(max_tokens=4)))
+
+    assert text == "bcde"
+    assert finish.reason == "length"
+    assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (3, 4)
+    assert [(s.name, s.from_token, s.to_token) for s in finish.engines] == [("fake", 0, 4)]
+    assert finish.timings.queue_s == 0
+    assert finish.timings.first_token_s == pytest.approx(0.1)
+    assert finish.timings.total_s == pytest.approx(0.4)
+
+
+@virtual
+async def test_only_free_slots_are_filled() -> None:
+    """Never more streams run than the engine has slots; the others wait and all are answered."""
+    bench = Bench(slots=2)
+    streams = [bench.scheduler.submit(request(str(i))) for i in range(6)]
+    assert bench.scheduler.load().waiting == 4
+
+    results = await asyncio.gather(*(read(s) for s in streams))
+
+    assert {f.reason for _, f in results} == {"length"}
+    assert bench.engine.most_running == 2
+
+
+@virtual
+async def test_a_full_queue_refuses_before_the_first_byte() -> None:
+    """Beyond the queue's bound a request is refused at once, with an honest Retry-After."""
+    bench = Bench(slots=1, max_requests=2)
+    streams = [bench.scheduler.submit(request(str(i))) for i in range(3)]
+    with pytest.raises(RequestError) as refused:
+        bench.scheduler.submit(request("x"))
+
+    assert refused.value.code == "queue_full"
+    assert 1 <= (refused.value.retry_after_s or 0) <= 60
+    assert bench.refused == ["queue_full"]
+    await asyncio.gather(*(read(s) for s in streams))
+    assert (await read(bench.scheduler.submit(request("y"))))[1].reason == "length"
+
+
+@virtual
+async def test_the_queue_is_bounded_by_tokens_too() -> None:
+    """A few huge requests fill the queue as many small ones do."""
+    bench = Bench(slots=1, max_requests=100, max_tokens=50)
+    for name in "abc":
+        bench.scheduler.submit(request(name, prompt=10, max_tokens=10))
+    with pytest.raises(RequestError):
+        bench.scheduler.submit(request("d", prompt=10, max_tokens=10))
+
+
+@virtual
+async def test_priority_goes_first_and_waiting_counts() -> None:
+    """A higher priority overtakes; a request that waited long enough overtakes that in turn."""
+    bench = Bench(slots=1)
+    first = bench.scheduler.submit(request("first", max_tokens=600))  # 60 s
+    low = bench.scheduler.submit(request("low", priority=3))
+    await asyncio.sleep(55)
+    bench.scheduler.submit(request("high", priority=9))
+    newer = bench.scheduler.submit(request("newer", priority=3))
+    await read(first)
+    await read(low)
+    await read(newer)
+
+    assert bench.engine.started == ["first", "high", "low", "newer"]
+
+
+@virtual
+async def test_one_client_does_not_starve_another() -> None:
+    """Of equal requests the client with fewer running streams is served first."""
+    bench = Bench(slots=2)
+    streams = [bench.scheduler.submit(request(f"a{i}", client="a")) for i in range(4)]
+    streams.append(bench.scheduler.submit(request("b", client="b")))
+    await asyncio.gather(*(read(s) for s in streams))
+
+    assert bench.engine.started.index("b") == 2
+
+
+@virtual
+async def test_cancelling_a_running_stream_frees_its_slot_within_one_step() -> None:
+    """After aclose the engine is told at once and the slot serves the next request a step later."""
+    bench = Bench(slots=1)
+    running = bench.scheduler.submit(request("running", max_tokens=100))
+    waiting = bench.scheduler.submit(request("waiting"))
+    await asyncio.sleep(0.35)
+    await running.aclose()
+
+    assert bench.engine.closed == ["running"]
+    await asyncio.sleep(0.11)
+    assert bench.engine.started == ["running", "waiting"]
+    assert (await read(running))[1].reason == "cancelled"
+    assert (await read(waiting))[1].reason == "length"
+
+
+@virtual
+async def test_cancelling_a_waiting_stream_never_reaches_the_engine() -> None:
+    """A stream closed in the queue leaves it and is never dispatched."""
+    bench = Bench(slots=1)
+    first = bench.scheduler.submit(request("first"))
+    second = bench.scheduler.submit(request("second"))
+    await second.aclose()
+    await read(first)
+    await asyncio.sleep(1)
+
+    assert bench.engine.started == ["first"]
+    assert bench.scheduler.load().waiting == 0
+
+
+@virtual
+async def test_a_stream_closed_before_its_task_ran_still_frees_the_slot() -> None:
+    """Closing in the same tick as submit leaks nothing."""
+    bench = Bench(slots=1)
+    await bench.scheduler.submit(request("gone")).aclose()
+
+    assert bench.engine.closed == ["gone"]
+    assert (await read(bench.scheduler.submit(request("next"))))[1].reason == "length"
+
+
+@virtual
+async def test_engine_death_ends_its_streams_as_failed_and_the_next_request_succeeds() -> None:
+    """Engine death is told to each of its streams; requests queued meanwhile are answered."""
+    bench = Bench(slots=2)
+    streams = [bench.scheduler.submit(request(str(i), max_tokens=50)) for i in range(2)]
+    await asyncio.sleep(0.25)
+    bench.engine.die(down_s=1.0)
+    results = await asyncio.gather(*(read(s) for s in streams))
+    after = await read(bench.scheduler.submit(request("after")))
+
+    assert [(t, f.reason, f.error_code) for t, f in results] == [
+        ("bc", "failed", "engine_fault")
+    ] * 2
+    assert after[1].reason == "length"
+
+
+@virtual
+async def test_a_row_fault_ends_only_its_own_stream() -> None:
+    """The neighbour of a faulty row is untouched."""
+    bench = Bench(slots=2)
+    streams = [bench.scheduler.submit(request(str(i), max_tokens=6)) for i in range(2)]
+    await asyncio.sleep(0.25)
+    bench.engine.row_fault(0)
+    (_, bad), (text, good) = await asyncio.gather(*(read(s) for s in streams))
+
+    assert (bad.reason, bad.error_code) == ("failed", "row_fault")
+    assert (text, good.reason) == ("bcdefg", "length")
+
+
+@virtual
+async def test_a_deadline_sheds_waiting_and_running_streams() -> None:
+    """After its deadline a request costs nothing more, wherever it is."""
+    bench = Bench(slots=1)
+    running = bench.scheduler.submit(request("r", max_tokens=100, deadline_s=2.0))
+    waiting = bench.scheduler.submit(request("w", deadline_s=1.0))
+    results = await asyncio.gather(read(running), read(waiting))
+
+    assert [(f.reason, f.error_code) for _, f in results] == [("shed", "deadline_exceeded")] * 2
+    assert asyncio.get_running_loop().time() == pytest.approx(2.0)
+
+
+@virtual
+async def test_draining_sheds_the_queue_and_lets_running_streams_end() -> None:
+    """On drain new and waiting requests hear shutting_down; running ones finish."""
+    bench = Bench(slots=1)
+    running = bench.scheduler.submit(request("running"))
+    waiting = bench.scheduler.submit(request("waiting"))
+    bench.scheduler.drain()
+    with pytest.raises(RequestError) as refused:
+        bench.scheduler.submit(request("late"))
+
+    assert refused.value.code == "shutting_down"
+    assert (await read(waiting))[1].error_code == "shutting_down"
+    assert (await read(running))[1].reason == "length"
+    assert await bench.scheduler.idle(1.0)
+
+
+@virtual
+async def test_a_model_that_never_loaded_is_a_clear_refusal() -> None:
+    """While the first load lasts, and when no engine can start, the refusal says so."""
+    bench = Bench()
+    for state, code in (("starting", "model_loading"), ("off", "engine_unavailable")):
+        bench.engine.state = state
+        with pytest.raises(RequestError) as refused:
+            bench.scheduler.submit(request())
+        assert refused.value.code == code
+        assert refused.value.retry_after_s
+
+
+@virtual
+async def test_waiting_streams_end_when_the_last_engine_is_off() -> None:
+    """Nobody waits for an engine that is out of restarts."""
+    bench = Bench(slots=1)
+    streams = [bench.scheduler.submit(request(str(i), max_tokens=50)) for i in range(2)]
+    bench.engine.die(down_s=1000)
+    bench.engine.state = "off"
+    bench.engine.on_change()
+    results = await asyncio.gather(*(read(s) for s in streams))
+
+    assert [f.error_code for _, f in results] == ["engine_fault", "engine_unavailable"]
+
+
+@virtual
+async def test_a_slow_reader_gets_everything_coalesced() -> None:
+    """A reader that comes late gets one big delta and the finish; the slot was free long before."""
+    bench = Bench(slots=1)
+    stream = bench.scheduler.submit(request(max_tokens=20))
+    await asyncio.sleep(10)
+    assert bench.engine.capacity() == 1
+    events = [event async for event in stream]
+
+    assert len(events) == 2
+    assert isinstance(events[0], Delta)
+    assert len(events[0].text) == 20
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(0, 9), st.integers(1, 6)),
+        st.tuples(st.just("cancel"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("die"), st.integers(0, 3), st.just(0)),
+        st.tuples(st.just("row_fault"), st.integers(0, 3), st.just(0)),
+        st.tuples(st.just("wait"), st.integers(1, 9), st.just(0)),
+        st.tuples(st.just("drain"), st.just(0), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(actions=ACTIONS, slots=st.integers(1, 3))
+def test_every_stream_ends_exactly_once(actions: list[tuple[str, int, int]], slots: int) -> None:
+    """Whatever is submitted, cancelled or dies, in any order: one Finish each and no slot leaks."""
+    run_virtual(_random_life(actions, slots))
+
+
+async def _random_life(actions: list[tuple[str, int, int]], slots: int) -> None:
+    bench = Bench(slots, max_requests=4)
+    readers: list[asyncio.Task[list[Finish]]] = []
+    streams: list[Stream] = []
+    drained = False
+    for action, a, b in actions:
+        if action == "submit":
+            try:
+                streams.append(
+                    bench.scheduler.submit(request(str(len(streams)), max_tokens=b, priority=a))
+                )
+            except RequestError:
+                continue
+            readers.append(asyncio.create_task(_finishes(streams[-1])))
+        elif action == "cancel" and streams:
+            await streams[a % len(streams)].aclose()
+        elif action == "die":
+            bench.engine.die(down_s=a / 2)
+        elif action == "row_fault" and bench.engine.runs:
+            bench.engine.row_fault(a)
+        elif action == "wait":
+            await asyncio.sleep(a / 20)
+        elif action == "drain" and not drained:
+            drained = True
+            bench.scheduler.drain()
+    assert await bench.scheduler.idle(60)
+    await asyncio.sleep(3)
+
+    assert [len(await reader) for reader in readers] == [1] * len(readers)
+    assert len(bench.finishes) == len(streams)
+    assert bench.engine.most_running <= slots
+    assert bench.engine.capacity() == slots
+    assert bench.scheduler.load().waiting == 0
+
+
+async def _finishes(stream: Stream) -> list[Finish]:
+    return [event async for event in stream if isinstance(event, Finish)]
+
+
+def test_requests_are_never_mutated_by_the_scheduler() -> None:
+    """A Request is frozen: nothing between ingress and engine can change it."""
+    with pytest.raises(AttributeError):
+        request().max_tokens = 5  # type: ignore[misc]
+    assert isinstance(request(), Request)
