@@ -23,7 +23,9 @@ class Writer:
         self._detokenizer = text.detokenizer(request.prompt_ids)
         self._stops = StopMatcher(request.stop)
         self._has_stops = bool(request.stop)
-        self._held: list[TokenLogprob] = []  # of tokens whose text may belong to a stop string
+        # Logprobs wait with their text, which may turn out to be part of a stop string.
+        self._held: list[tuple[TokenLogprob, int]] = []  # (logprob, characters of its token)
+        self._credit = 0  # characters shown whose tokens' logprobs are not
 
     def feed(self, step: Step) -> Delta | None:
         """Take one engine step; return what may be shown now, or None."""
@@ -35,28 +37,35 @@ class Writer:
         for index, token_id in enumerate(step.token_ids):
             self.generated.append(token_id)
             ids.append(token_id)
+            piece = self._detokenizer.push((token_id,))
             if step.logprobs:
-                self._held.append(step.logprobs[index])
-            piece, stopped = self._show(token_id)
+                self._held.append((step.logprobs[index], len(piece)))
+            if piece and self._has_stops:
+                piece, stopped = self._stops.push(piece)
+                self.finish = "stop" if stopped else None
             text += piece
-            if stopped:
-                self.finish = "stop"
-                self._held.clear()  # their text was the stop string
+            logprobs += self._released(len(piece))
+            if self.finish is not None:
                 return Delta(text, tuple(ids), tuple(logprobs))
-            if self._held and not self._stops.holding:
-                logprobs += self._held
-                self._held.clear()
         if step.finish is not None:
-            text += self._end(step.finish)
-            logprobs += self._held
-            self._held.clear()
+            tail = self._end(step.finish)
+            text += tail
+            logprobs += self._released(len(tail))
         if not text and not logprobs and not ids:
             return None
         return Delta(text, tuple(ids), tuple(logprobs))
 
-    def _show(self, token_id: int) -> tuple[str, bool]:
-        text = self._detokenizer.push((token_id,))
-        return self._stops.push(text) if self._has_stops and text else (text, False)
+    def _released(self, shown_chars: int) -> list[TokenLogprob]:
+        """Logprobs of the tokens whose text is shown in full by now."""
+        self._credit += shown_chars
+        released: list[TokenLogprob] = []
+        while self._held and self._held[0][1] <= self._credit:
+            logprob, chars = self._held.pop(0)
+            self._credit -= chars
+            released.append(logprob)
+        if not self._held:
+            self._credit = 0
+        return released
 
     def _end(self, reason: Literal["stop", "length"]) -> str:
         """Release what was held back; a stop string completed by the last bytes still counts."""
