@@ -1,0 +1,96 @@
+"""Status: what the daemon says of itself, taken at one moment; pure.
+
+The app builds one on demand; readiness, metrics, /edged/v1/status and MQTT read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from edged import __version__
+from edged.core import Health, Mode
+
+if TYPE_CHECKING:
+    from edged.scheduler import Load
+
+
+@dataclass(frozen=True)
+class Status:
+    """reason: why this mode, in words. oldest_wait_s: how long the first in the queue has
+    waited. last_progress_s: seconds since any engine finished a step; None = never yet."""
+
+    node: str
+    version: str
+    mode: Mode
+    reason: str
+    ready: bool
+    engines: tuple[tuple[str, Health], ...] = field(default=())
+    waiting: int = 0
+    running: int = 0
+    oldest_wait_s: float | None = None
+    last_progress_s: float | None = None
+
+
+def status_of(node: str, load: Load, engines: Sequence[tuple[str, Health]], now_s: float) -> Status:
+    """engines: in the order of the chain. now_s: loop time, as in Health.last_progress_s."""
+    mode, reason = _mode(load.draining, engines)
+    progress = [h.last_progress_s for _, h in engines if h.last_progress_s is not None]
+    return Status(
+        node=node,
+        version=__version__,
+        mode=mode,
+        reason=reason,
+        ready=not load.draining and any(h.state == "ready" for _, h in engines),
+        engines=tuple(engines),
+        waiting=load.waiting,
+        running=load.running,
+        oldest_wait_s=load.oldest_wait_s if load.waiting else None,
+        last_progress_s=now_s - max(progress) if progress else None,
+    )
+
+
+def _mode(draining: bool, engines: Sequence[tuple[str, Health]]) -> tuple[Mode, str]:
+    if draining:
+        return "draining", "the node is shutting down"
+    missing = [(name, health) for name, health in engines if health.state != "ready"]
+    if not missing:
+        return "normal", "all engines are ready"
+    reason = "; ".join(f"{name} is {_state(health)}" for name, health in missing)
+    alive = any(health.state in ("ready", "starting") for _, health in engines)
+    return ("degraded" if alive else "fault"), reason
+
+
+def _state(health: Health) -> str:
+    return f"{health.state} ({health.detail})" if health.detail else health.state
+
+
+def status_json(status: Status) -> dict[str, Any]:
+    """The body of /edged/v1/status; times in seconds."""
+    return {
+        "node": status.node,
+        "version": status.version,
+        "mode": status.mode,
+        "reason": status.reason,
+        "ready": status.ready,
+        "engines": [_engine_json(name, health) for name, health in status.engines],
+        "queue": {"waiting": status.waiting, "oldest_wait_s": _rounded(status.oldest_wait_s)},
+        "running": status.running,
+        "last_progress_s": _rounded(status.last_progress_s),
+    }
+
+
+def _engine_json(name: str, health: Health) -> dict[str, Any]:
+    return {
+        "name": name,
+        "state": health.state,
+        "detail": health.detail,
+        "running": health.running,
+        "slots": health.slots,
+        "restarts": health.restarts,
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
