@@ -1,0 +1,110 @@
+"""ChatMessage, and what a client's words become before a chat template sees them.
+
+Checks every string once: only plain JSON values and only valid Unicode go on. Lone surrogates
+never pass, because inside a template they stand for control tokens (see marks.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edged.errors import RequestError
+
+_MAX_DEPTH = 64
+# What a message costs beside its strings when deciding whether a prompt is long.
+_MESSAGE_CHARS = 64
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One message of a conversation, validated for shape by the ingress.
+
+    content: text (parts already joined); None = no text, as beside tool calls.
+    tool_calls: OpenAI's objects ({"id", "type", "function": {"name", "arguments"}}); arguments
+    given as a JSON object in a string reach the template as an object, as templates expect.
+    extra: further fields a template may read ("reasoning_content", ...).
+    """
+
+    role: str
+    content: str | None = None
+    name: str | None = None
+    tool_calls: Sequence[Mapping[str, object]] = ()
+    tool_call_id: str | None = None
+    extra: Mapping[str, object] | None = None
+
+
+class TemplateValues:
+    """Turns a client's values into fresh plain ones and counts their characters."""
+
+    def __init__(self) -> None:
+        self.chars = 0
+
+    def message(self, message: ChatMessage, where: str) -> dict[str, Any]:
+        """The object a template sees. Absent fields are left out; absent text is ""."""
+        self.chars += _MESSAGE_CHARS
+        fields: dict[str, object] = dict(message.extra or {})
+        fields |= {"role": message.role, "content": message.content or ""}
+        if message.name is not None:
+            fields["name"] = message.name
+        if message.tool_call_id is not None:
+            fields["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            fields["tool_calls"] = [_opened(call) for call in message.tool_calls]
+        return {key: self.plain(value, f"{where}.{key}") for key, value in fields.items()}
+
+    def plain(self, value: object, where: str, depth: int = 0) -> Any:
+        """A deep copy of JSON values. Raises RequestError naming the field otherwise."""
+        if isinstance(value, str):
+            self.chars += len(value)
+            return checked_text(value, where)
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if depth >= _MAX_DEPTH:
+            raise RequestError("invalid_request", f"nested deeper than {_MAX_DEPTH} levels", where)
+        if isinstance(value, Mapping):
+            return {
+                self.plain(key, where, depth + 1): self.plain(item, f"{where}.{key}", depth + 1)
+                for key, item in value.items()
+            }
+        if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+            return [
+                self.plain(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)
+            ]
+        raise RequestError("invalid_request", f"not a JSON value: {type(value).__name__}", where)
+
+
+def checked_text(text: str, where: str) -> str:
+    """The same text as a plain str. Raises RequestError if it is not valid Unicode."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            code = ord(text[error.start])
+            raise RequestError(
+                "invalid_request",
+                f"invalid Unicode: lone surrogate U+{code:04X} at character {error.start}; "
+                "send whole characters (a cut emoji is the usual cause)",
+                _shown(where),
+            ) from None
+    return str(text)
+
+
+def _shown(where: str) -> str:
+    return where.encode("utf-8", "replace").decode("utf-8")
+
+
+def _opened(call: Mapping[str, object]) -> dict[str, object]:
+    """A tool call whose arguments are an object if they are one written as JSON text."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return dict(call)
+    if not isinstance(arguments, dict):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": arguments}}
