@@ -1,0 +1,300 @@
+"""The step loop: read the socket, plan, run, sample, report. Open this file first.
+
+Owns the streams of this process. Decisions are in plan.py and slots.py, tokens in sampler.py,
+the device behind executor.py. It waits only on the socket, so cancels and limits act at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from edged import wire
+from edged.core import Limits
+from edged.errors import WireError
+from edged.worker.contract import ModelSpec
+from edged.worker.executor import Batch, Executor, Floats, StepError, empty_batch
+from edged.worker.link import Link
+from edged.worker.pace import Pace
+from edged.worker.plan import Memory, Move, SlotView, StepPlan, plan_step
+from edged.worker.rules import log
+from edged.worker.sampler import FAULT, Draw, Drawn, Sampler
+from edged.worker.slots import Slot, SlotTable
+from edged.worker.submit import finish_at_once, refusal
+
+_STEP_ATTEMPTS = 3
+
+
+@dataclass
+class Stream:
+    """A stream in a slot. slot.tokens are its ids, the first slot.rows of them computed."""
+
+    id: int
+    slot: Slot
+    draw: Draw
+    served: int
+    order: int
+    started: bool = False
+    cached_tokens: int = -1  # to be told with the first row
+
+
+class StepLoop:
+    def __init__(
+        self,
+        link: Link,
+        executor: Executor,
+        spec: ModelSpec,
+        limits: Limits,
+        slots: int,
+        slowest_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link = link
+        self._executor = executor
+        self._spec = spec
+        self._limits = limits
+        self._clock = clock
+        self._table = SlotTable(slots)
+        self._streams: dict[int, Stream] = {}  # by id, in order of arrival
+        self._sampler = Sampler(spec.vocab_tokens)
+        self._pace = Pace(slowest_s)
+        self._memory = self._planned = Memory(executor.context)
+        self._ended: list[wire.Row] = []
+        self._arrivals = 0
+        self._failed_attempts = 0
+        self._promised = False
+
+    def serve(self) -> None:
+        """Until Shutdown. Raises LinkClosed, WireError, MemoryError, StepError."""
+        while self.turn(self._wait_s()):
+            pass
+
+    def turn(self, timeout_s: float | None = 0.0) -> bool:
+        """Read what has arrived, waiting at most timeout_s, then run at most one step.
+
+        False after Shutdown.
+        """
+        for message in self._link.receive(timeout_s):
+            if isinstance(message, wire.Shutdown):
+                return False
+            self._apply(message)
+        if self._ended:
+            self._report(self._ended, None, 0.0)
+            self._ended = []
+        plan = self._next_plan()
+        if plan is not None and self._pace.wait_s(self._clock(), self._limits.duty) <= 0:
+            self._step(plan)
+        return True
+
+    # --- what the daemon says --------------------------------------------------------------------
+
+    def _apply(self, message: wire.ToWorker) -> None:
+        if isinstance(message, wire.Submit):
+            self._submit(message)
+        elif isinstance(message, wire.Cancel):
+            stream = self._streams.get(message.stream)
+            if stream is not None:
+                self._ended.append(self._end(stream, "cancelled"))
+        elif isinstance(message, wire.SetLimits):
+            # `admit` is the daemon's to obey: what has been submitted is served.
+            self._limits = Limits(
+                message.max_batch, message.duty, message.prefill_chunk, message.admit
+            )
+            if self._streams:
+                self._promise()
+        else:
+            raise WireError(f"unexpected {type(message).__name__} frame while serving")
+
+    def _submit(self, ask: wire.Submit) -> None:
+        if ask.stream in self._streams:
+            log(f"ignored a second submit of stream {ask.stream}")
+            return
+        reason = refusal(ask, self._spec)
+        if reason or finish_at_once(ask, self._spec):
+            finish = "row_fault" if reason else "length"
+            self._ended.append(wire.Row(ask.stream, [], [], finish, reason, 0))
+            return
+        slot = self._table.take(ask.tokens)
+        if slot is None:
+            detail = f"all {len(self._table.slots)} slots are busy; submit when one is free"
+            self._ended.append(wire.Row(ask.stream, [], [], "row_fault", detail, 0))
+            return
+        self._arrivals += 1
+        served = min((s.served for s in self._streams.values()), default=0)
+        self._streams[ask.stream] = Stream(ask.stream, slot, Draw(ask), served, self._arrivals)
+
+    # --- one step --------------------------------------------------------------------------------
+
+    def _next_plan(self) -> StepPlan | None:
+        while True:
+            views = sorted((_view(s) for s in self._streams.values()), key=lambda v: v.index)
+            plan, memory = plan_step(
+                views, len(self._table.slots), self._limits, self._executor.gears, self._memory
+            )
+            if isinstance(plan, Move):
+                self._memory = memory
+                self._move(self._table.slots[plan.source], self._table.slots[plan.target])
+            elif plan is None or not self._adopt_prefix(plan):
+                self._planned = memory
+                return plan
+
+    def _step(self, plan: StepPlan) -> None:
+        if not self._promised:
+            self._promise()
+        started_s = self._clock()
+        self._fit_context(plan.context)
+        try:
+            logits = self._executor.run(self._batch(plan))
+        except StepError as error:
+            self._retry_or_raise(error)
+            return
+        self._failed_attempts = 0
+        self._memory = self._planned
+        rows = self._commit(plan, logits)
+        ended_s = self._clock()
+        self._pace.record(started_s, ended_s)
+        self._report(rows, plan, ended_s - started_s)
+
+    def _batch(self, plan: StepPlan) -> Batch:
+        batch = empty_batch(plan.lo, plan.batch, plan.tokens)
+        own_context = self._spec.max_context_tokens
+        for index, count in plan.fresh:
+            slot, row = self._table.slots[index], index - plan.lo
+            past = slot.rows
+            batch.input_ids[row, :count] = slot.tokens[past : past + count]
+            batch.position_ids[row] += past
+            # Padding of a fixed chunk shape stays within the tables, above every valid position.
+            np.minimum(batch.position_ids[row], own_context, out=batch.position_ids[row])
+            batch.past_len[row, 0] = past
+            batch.logit_idx[row] += count - 1
+            batch.fresh[row] = count
+        return batch
+
+    def _commit(self, plan: StepPlan, logits: Floats) -> list[wire.Row]:
+        """Count the new rows, draw where a stream's last id was computed, tell the news."""
+        streams = {s.slot.index: s for s in self._streams.values()}
+        due: list[tuple[int, Stream]] = []
+        for index, count in plan.fresh:
+            slot = streams[index].slot
+            slot.rows += count
+            if slot.rows == len(slot.tokens):
+                due.append((index - plan.lo, streams[index]))
+        drawn = self._sampler.draw(logits, [(row, s.draw) for row, s in due]) if due else []
+        return [self._emit(s, d) for (_, s), d in zip(due, drawn, strict=True)]
+
+    def _emit(self, stream: Stream, drawn: Drawn) -> wire.Row:
+        """The row of one drawn token; ends the stream where it must."""
+        slot, ask = stream.slot, stream.draw.ask
+        if drawn.token == FAULT:
+            return self._end(stream, "row_fault", "the model's output is not finite", trusted=False)
+        if drawn.token in self._spec.eos_ids and not ask.ignore_eos:
+            return self._end(stream, "stop")
+        slot.tokens.append(drawn.token)
+        stream.draw.advance(drawn.token)
+        stream.served += 1
+        logprobs = [drawn.logprobs] if drawn.logprobs is not None else []
+        full = len(slot.tokens) >= self._spec.context_tokens
+        if full or stream.draw.index >= ask.max_tokens:
+            end = self._end(stream, "length")
+            return wire.Row(end.stream, [drawn.token], logprobs, "length", "", end.cached_tokens)
+        return wire.Row(stream.id, [drawn.token], logprobs, "", "", _first_news(stream))
+
+    # --- slots and memory ------------------------------------------------------------------------
+
+    def _end(self, stream: Stream, finish: str, detail: str = "", trusted: bool = True) -> wire.Row:
+        """Free the slot; an untrusted one is zeroed first, for 0 x NaN is NaN."""
+        del self._streams[stream.id]
+        if trusted:
+            self._table.release(stream.slot)
+        else:
+            self._executor.zero_slot(stream.slot.index)
+            self._table.forget(stream.slot)
+        return wire.Row(stream.id, [], [], finish, detail, _first_news(stream))
+
+    def _adopt_prefix(self, plan: StepPlan) -> bool:
+        """Before a stream's first step: copy the rows of a slot that shares more of its prompt.
+        True when that changed what is left to compute."""
+        first = {index for index, _ in plan.fresh}
+        copied = False
+        for stream in self._streams.values():
+            if stream.started or stream.slot.index not in first:
+                continue
+            slot = stream.slot
+            donor = self._table.donor(slot)
+            if donor is not None:
+                source, rows = donor
+                self._executor.copy_rows(source.index, slot.index, rows)
+                slot.rows, copied = rows, True
+            stream.started = True
+            stream.cached_tokens = min(slot.rows, stream.draw.ask.prompt_tokens)
+        return copied
+
+    def _move(self, source: Slot, target: Slot) -> None:
+        self._executor.copy_rows(source.index, target.index, source.rows)
+        self._table.move(source, target)
+        for stream in self._streams.values():
+            if stream.slot is source:
+                stream.slot = target
+
+    def _fit_context(self, context: int) -> None:
+        if context != self._executor.context:
+            self._table.truncate(context)
+            self._executor.repack(context, [slot.rows for slot in self._table.slots])
+
+    def _retry_or_raise(self, error: StepError) -> None:
+        """Nothing was counted, so the same step is planned again; a lasting fault is fatal."""
+        self._failed_attempts += 1
+        log(f"step failed, attempt {self._failed_attempts} of {_STEP_ATTEMPTS}: {error}")
+        if self._failed_attempts >= _STEP_ATTEMPTS:
+            raise error
+
+    # --- what the daemon hears -------------------------------------------------------------------
+
+    def _report(self, rows: list[wire.Row], plan: StepPlan | None, step_s: float) -> None:
+        kind, batch, tokens = (plan.kind, plan.batch, plan.tokens) if plan else ("none", 0, 0)
+        deadline_s = self._deadline_s()
+        self._promised = deadline_s > 0
+        self._link.send(
+            wire.Report(
+                rows=rows,
+                kind=kind,
+                batch=batch,
+                tokens=tokens,
+                context=self._executor.context,
+                step_s=step_s,
+                free_slots=self._table.free_count,
+                deadline_s=deadline_s,
+            )
+        )
+
+    def _promise(self) -> None:
+        deadline_s = self._deadline_s()
+        self._promised = deadline_s > 0
+        self._link.send(wire.Phase("step", deadline_s))
+
+    def _deadline_s(self) -> float:
+        return self._pace.deadline_s(self._limits.duty) if self._runnable() else 0.0
+
+    def _runnable(self) -> bool:
+        return bool(self._streams) and self._limits.max_batch > 0 and self._limits.duty > 0
+
+    def _wait_s(self) -> float | None:
+        if not self._runnable():
+            return None
+        return self._pace.wait_s(self._clock(), self._limits.duty)
+
+
+def _view(stream: Stream) -> SlotView:
+    slot = stream.slot
+    return SlotView(
+        slot.index, slot.rows, len(slot.tokens) - slot.rows, stream.served, stream.order
+    )
+
+
+def _first_news(stream: Stream) -> int:
+    """cached_tokens with the first row of a stream, -1 afterwards."""
+    cached, stream.cached_tokens = stream.cached_tokens, -1
+    return cached

@@ -1,0 +1,200 @@
+"""Executor on onnxruntime (CPU): the cache is one NumPy block, the graph reads windows of it.
+
+The only file that imports onnxruntime. Nothing is copied but the new rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from edged.errors import EdgedError
+from edged.worker.contract import ContractError, ModelSpec, Tensor, cache_names, check_graph
+from edged.worker.executor import Batch, Floats, StepError
+from edged.worker.plan import ALONE_CHUNK_TOKENS, Gears
+
+_TYPES = {"tensor(int32)": "int32", "tensor(float)": "fp32", "tensor(float16)": "fp16"}
+_CACHE_TYPES: dict[str, type[np.floating[Any]]] = {"fp32": np.float32, "fp16": np.float16}
+# onnxruntime's own kinds have no common base but Exception.
+_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    ort_errors.EPFail,
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf,
+    ort_errors.NoSuchFile,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
+_BOUND_SHAPES = 64  # prepared bindings kept; about 1 ms to prepare one
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A prepared call for one window and shape; the arrays are what it reads and writes."""
+
+    binding: Any
+    input_ids: npt.NDArray[np.int32]
+    position_ids: npt.NDArray[np.int32]
+    past_len: npt.NDArray[np.int32]
+    logit_idx: npt.NDArray[np.int32]
+    new: npt.NDArray[Any]  # [2L, B, Hk, T, D]
+    logits: Floats
+
+
+class OrtExecutor:
+    """See edged.worker.executor.Executor. Cache: [2L, slots, Hk, S, D]."""
+
+    def __init__(self, spec: ModelSpec, slots: int, threads: int) -> None:
+        self._spec = spec
+        self._slots = slots
+        self._dtype = np.dtype(_CACHE_TYPES[spec.cache_dtype])
+        self._session = _open(spec, threads)
+        self._names = cache_names(spec.layers)
+        self.gears = Gears(
+            batch=tuple(range(1, slots + 1)), tokens=(), context=context_gears(spec.context_tokens)
+        )
+        self._scratch: dict[str, npt.NDArray[Any]] = {}
+        self._bound: dict[tuple[int, int, int], _Bound] = {}
+        self._reserve(slots, ALONE_CHUNK_TOKENS)
+        self.context = self.gears.context[0]
+        self._cache = self._block(self.context)
+        self._positions = np.arange(self.context, dtype=np.int32)
+
+    def run(self, batch: Batch) -> Floats:
+        bound = self._bind(batch.lo, *batch.shape)
+        bound.input_ids[:] = batch.input_ids
+        bound.position_ids[:] = batch.position_ids
+        bound.past_len[:] = batch.past_len
+        bound.logit_idx[:] = batch.logit_idx
+        try:
+            self._session.run_with_iobinding(bound.binding)
+        except _ERRORS as error:
+            raise _memory_or(StepError, error, "") from None
+        for row, count in enumerate(batch.fresh):
+            if count:
+                past = int(batch.past_len[row, 0])
+                target = self._cache[:, batch.lo + row, :, past : past + count]
+                target[:] = bound.new[:, row, :, :count]
+        return bound.logits
+
+    def repack(self, context: int, rows: Sequence[int]) -> None:
+        cache = self._block(context)
+        for slot, count in enumerate(rows):
+            cache[:, slot, :, :count] = self._cache[:, slot, :, :count]
+        self._bound.clear()  # they point into the old block
+        self._cache, self.context = cache, context
+        self._positions = np.arange(context, dtype=np.int32)
+
+    def copy_rows(self, source: int, target: int, rows: int) -> None:
+        self._cache[:, target, :, :rows] = self._cache[:, source, :, :rows]
+
+    def zero_slot(self, slot: int) -> None:
+        self._cache[:, slot] = 0
+
+    def close(self) -> None:
+        self._bound.clear()
+        del self._session
+
+    def _block(self, context: int) -> npt.NDArray[Any]:
+        """Zeroed: masked rows weigh 0, and 0 x NaN is NaN. Pages come only when written."""
+        spec = self._spec
+        shape = (2 * spec.layers, self._slots, spec.kv_heads, context, spec.head_dim)
+        return np.zeros(shape, self._dtype)
+
+    def _reserve(self, batch: int, tokens: int) -> None:
+        """Memory for the small inputs and all outputs, shared by every shape up to this size."""
+        spec = self._spec
+        rows = max(batch, tokens)
+        per_token = 2 * spec.layers * spec.kv_heads * spec.head_dim
+        self._bound.clear()
+        self._scratch = {
+            "input_ids": np.zeros(rows, np.int32),
+            "position_ids": np.zeros(rows, np.int32),
+            "past_len": np.zeros(batch, np.int32),
+            "logit_idx": np.zeros(batch, np.int32),
+            "new": np.zeros(rows * per_token, self._dtype),
+            "logits": np.zeros(batch * spec.vocab, np.float32),
+        }
+
+    def _bind(self, lo: int, batch: int, tokens: int) -> _Bound:
+        key = (lo, batch, tokens)
+        if key not in self._bound:
+            if batch * tokens > len(self._scratch["input_ids"]):
+                self._reserve(self._slots, batch * tokens)
+            if len(self._bound) >= _BOUND_SHAPES:
+                self._bound.pop(next(iter(self._bound)))
+            self._bound[key] = self._prepare(lo, batch, tokens)
+        return self._bound[key]
+
+    def _prepare(self, lo: int, batch: int, tokens: int) -> _Bound:
+        spec = self._spec
+        new_shape = (2 * spec.layers, batch, spec.kv_heads, tokens, spec.head_dim)
+        bound = _Bound(
+            self._session.io_binding(),
+            self._carve("input_ids", (batch, tokens)),
+            self._carve("position_ids", (batch, tokens)),
+            self._carve("past_len", (batch, 1)),
+            self._carve("logit_idx", (batch,)),
+            self._carve("new", new_shape),
+            self._carve("logits", (batch, spec.vocab)),
+        )
+        for name in ("input_ids", "position_ids", "past_len", "logit_idx"):
+            _bind(bound.binding.bind_input, name, getattr(bound, name))
+        _bind(bound.binding.bind_input, "kv_pos", self._positions)
+        for i, (past, new) in enumerate(self._names):
+            window = self._cache[i, lo : lo + batch].reshape(-1)
+            _bind(bound.binding.bind_input, past, window)
+            _bind(bound.binding.bind_output, new, bound.new[i])
+        _bind(bound.binding.bind_output, "logits", bound.logits)
+        return bound
+
+    def _carve(self, name: str, shape: tuple[int, ...]) -> Any:
+        return self._scratch[name][: int(np.prod(shape))].reshape(shape)
+
+
+def context_gears(context_tokens: int) -> tuple[int, ...]:
+    """Powers of two from 256 on, the last one the context itself."""
+    gears = []
+    size = 256
+    while size < context_tokens:
+        gears.append(size)
+        size *= 2
+    return (*gears, context_tokens)
+
+
+def _bind(method: Any, name: str, array: npt.NDArray[Any]) -> None:
+    """Bind memory in place; it must outlive the binding."""
+    method(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+
+def _open(spec: ModelSpec, threads: int) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors only: the daemon logs what we print
+    try:
+        session = ort.InferenceSession(
+            str(spec.graph_path), options, providers=["CPUExecutionProvider"]
+        )
+    except _ERRORS as error:
+        raise _memory_or(ContractError, error, f"cannot load {spec.graph_path}: ") from None
+    check_graph(spec, _tensors(session.get_inputs()), _tensors(session.get_outputs()))
+    return session
+
+
+def _tensors(arguments: Sequence[Any]) -> dict[str, Tensor]:
+    return {a.name: (_TYPES.get(a.type, a.type), tuple(a.shape)) for a in arguments}
+
+
+def _memory_or(kind: type[EdgedError], error: Exception, prefix: str) -> Exception:
+    """onnxruntime tells a failed allocation from other failures only in its text."""
+    text = prefix + str(error)[:400]
+    return MemoryError(text) if "alloc" in text.lower() else kind(text)
