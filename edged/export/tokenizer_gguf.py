@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 
 from edged.export import ExportError
+from edged.export.gguf_metadata import read_metadata
 from edged.export.pretokenizers import FAMILIES, Family
 from edged.export.tokenizer_parts import Parts, mark_controls
 
@@ -46,14 +46,10 @@ def read_gguf(path: Path) -> Parts:
 class _Metadata:
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._fields = gguf.GGUFReader(path).fields
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise ExportError(f"cannot read {path} as GGUF: {error}") from None
+        self._values = read_metadata(path)
 
     def get(self, name: str, default: Any = None) -> Any:
-        found = self._fields.get(_KEY + name)
-        return default if found is None else found.contents()
+        return self._values.get(_KEY + name, default)
 
     def need(self, name: str) -> Any:
         value = self.get(name)
@@ -66,8 +62,8 @@ class _Metadata:
         return int(value) if value is not None and int(value) < len(tokens) else None
 
     def chat_template(self) -> str | None:
-        found = self._fields.get("tokenizer.chat_template")
-        return None if found is None else str(found.contents())
+        found = self._values.get("tokenizer.chat_template")
+        return found if isinstance(found, str) else None
 
 
 def _family(metadata: _Metadata) -> Family:
