@@ -21,8 +21,9 @@ venv:
 setup: venv  ## make .venv with everything, fetch and export the demo model
 	@$(BIN)/edged models fetch demo
 
+# A broker that is not there is no error: edged waits for it.
 run: setup  ## start the daemon; ARGS="--set http.port=9000" goes to `edged run`
-	@$(BIN)/edged run $(ARGS)
+	@$(BIN)/edged run --set mqtt.url=mqtt://127.0.0.1:1883 $(ARGS)
 
 test:  ## set up what the tests need and run them; ARGS go to pytest
 	@tools/test_packages.sh
