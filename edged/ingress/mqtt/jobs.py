@@ -1,0 +1,268 @@
+"""Jobs: the requests that run, one task each, and the answers of the last minutes.
+
+Decides start, repetition, conflict, cancel and end in plain `def`; every request that reaches
+start() is answered by exactly one final or error, whatever becomes of its task. Never knows
+connections: answers go to `send`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import structlog
+
+from edged.core import Delta, Finish, Request, Usage
+from edged.errors import RequestError
+from edged.ingress.mqtt import replies
+from edged.ingress.mqtt.chunks import Chunks
+from edged.ingress.mqtt.dedupe import Key, Recent
+from edged.ingress.mqtt.messages import Address, Outgoing
+from edged.ingress.mqtt.protocol import Call
+from edged.ingress.prepare import Catalog, prepare
+from edged.metrics import Metrics
+from edged.scheduler import Scheduler, Stream
+
+log = structlog.get_logger("edged.mqtt")
+
+SHUTTING_DOWN = "the node is shutting down; ask again"
+
+
+@dataclass(eq=False)
+class Job:
+    """One running request. deadline_s: loop time. address: of the latest repetition.
+
+    ending: "" = it runs, else "cancelled" (somebody asked) or "shutting_down".
+    """
+
+    call: Call
+    address: Address
+    started_s: float
+    deadline_s: float | None
+    task: asyncio.Task[None] | None = None
+    request: Request | None = None
+    stream: Stream | None = None
+    ending: str = ""
+    answered: bool = False
+    last_seq: int = 0
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def loud(self) -> bool:
+        """Whether the requester wants more than the one answer."""
+        return self.call.stream or self.call.ack
+
+    def end(self, why: str) -> None:
+        """End it early, wherever it is. The first reason counts."""
+        self.ending = self.ending or why
+        if self.stream is not None:
+            self.stream.cancel()  # its Finish tells how far it came
+        elif self.task is not None:
+            self.task.cancel()
+
+
+class Jobs:
+    def __init__(
+        self,
+        *,
+        node: str,
+        scheduler: Scheduler,
+        catalog: Catalog,
+        metrics: Metrics,
+        max_inflight: int,
+        chunk_interval_s: float,
+        send: Callable[[Outgoing], None],
+    ) -> None:
+        self._node = node
+        self._scheduler = scheduler
+        self._catalog = catalog
+        self._metrics = metrics
+        self._max_inflight = max_inflight
+        self._chunk_interval_s = chunk_interval_s
+        self._send = send
+        self._running: set[Job] = set()
+        self._by_key: dict[Key, Job] = {}  # of requests that brought an id
+        self._recent = Recent()
+        self._draining = False
+        self._typical_s = 1.0  # moving mean of how long a request takes, for retry_after_ms
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    # --- what can be asked ----------------------------------------------------------------------
+
+    def start(self, call: Call) -> None:
+        """1. repeated: no second generation  2. draining or full: refused  3. started."""
+        now_s = asyncio.get_running_loop().time()
+        if call.address.named and self._repeated(call, now_s):  # 1
+            return
+        refusal = self._refusal()
+        if refusal is not None:  # 2
+            self.refuse(call.verb, call.address, refusal)
+            return
+        deadline_s = None if call.lifetime_s is None else now_s + call.lifetime_s
+        job = Job(call, call.address, now_s, deadline_s)  # 3
+        self._running.add(job)
+        if call.address.named:
+            self._by_key[_key(call.address)] = job
+        job.task = asyncio.create_task(self._run(job))
+        job.task.add_done_callback(lambda task: self._ended(job, task))
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel every running request of that id; False when there is none."""
+        found = [job for job in self._running if job.address.id == request_id]
+        for job in found:
+            self._metrics.cancelled.add("request")
+            job.end("cancelled")
+        return bool(found)
+
+    def refuse(self, verb: str, address: Address, error: RequestError) -> None:
+        """Answer a request that is not started."""
+        self._metrics.answered("mqtt", verb, error.spec.status)
+        self._send(replies.error(self._node, address, 0, error))
+
+    def drain(self) -> None:
+        self._draining = True
+
+    async def stop(self) -> None:
+        """End what still runs as shutting_down; returns when all is answered."""
+        self._draining = True
+        tasks = [job.task for job in self._running if job.task is not None]
+        for job in self._running:
+            job.end("shutting_down")
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- decisions ------------------------------------------------------------------------------
+
+    def _repeated(self, call: Call, now_s: float) -> bool:
+        """Answer a request whose id is running or was answered lately; False = it is new."""
+        key = _key(call.address)
+        job, recent = self._by_key.get(key), self._recent.find(key, now_s)
+        if job is None and recent is None:
+            return False
+        known = job.call.digest if job is not None else recent.digest if recent is not None else b""
+        if known != call.digest:
+            why = f"id: {call.address.id} is already used by another request; choose a new id"
+            self.refuse(call.verb, call.address, RequestError("id_conflict", why, "id"))
+        elif job is not None:
+            job.address = call.address  # whoever asks again waits on the newest correlation
+            if job.loud and job.request is not None:
+                self._send(replies.accepted(self._node, call.address, job.request.model))
+        elif recent is not None:
+            self._send(replies.readdressed(recent.answer, call.address))
+        return True
+
+    def _refusal(self) -> RequestError | None:
+        if self._draining:
+            return RequestError("shutting_down", SHUTTING_DOWN, retry_after_s=5)
+        if len(self._running) >= self._max_inflight:
+            why = f"{len(self._running)} MQTT requests are in flight; ask again later"
+            return RequestError(
+                "queue_full", why, retry_after_s=min(60.0, max(1.0, self._typical_s))
+            )
+        return None
+
+    # --- one job --------------------------------------------------------------------------------
+
+    async def _run(self, job: Job) -> None:
+        try:
+            request = job.request = await self._prepare(job)
+            stream = job.stream = self._scheduler.submit(request)
+        except RequestError as error:
+            self._answer_error(job, error)
+            return
+        if job.loud:
+            self._send(replies.accepted(self._node, job.address, request.model))
+        chunks = Chunks(self._chunk_interval_s, lambda text: self._chunk(job, text))
+        pace = self._metrics.pace()
+        async with aclosing(stream):
+            async for event in stream:
+                if isinstance(event, Delta):
+                    pace.tick(asyncio.get_running_loop().time(), len(event.token_ids))
+                    job.pieces.append(event.text)
+                    if job.call.stream:
+                        chunks.add(event.text)
+                else:
+                    chunks.flush()
+                    self._finish(job, event)
+
+    async def _prepare(self, job: Job) -> Request:
+        return await prepare(
+            job.call.draft,
+            self._catalog,
+            request_id=job.address.id,
+            client=client_of(job.address),
+            ingress="mqtt",
+            now_s=job.started_s,
+            deadline_s=job.deadline_s,
+            priority=job.call.priority,
+        )
+
+    def _chunk(self, job: Job, text: str) -> None:
+        job.last_seq += 1
+        self._send(replies.chunk(self._node, job.address, job.last_seq, text))
+
+    def _finish(self, job: Job, finish: Finish) -> None:
+        if finish.reason == "cancelled" and job.ending == "shutting_down":
+            self._answer_error(job, RequestError("shutting_down", SHUTTING_DOWN, retry_after_s=5))
+        elif finish.reason in ("shed", "failed"):
+            self._answer_error(job, replies.failure(finish))
+        else:
+            self._answer_final(job, finish)
+
+    def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
+        """The task is over: forget it, and answer for it if it did not."""
+        self._running.discard(job)
+        if job.address.named:
+            self._by_key.pop(_key(job.address), None)
+        if task.cancelled():
+            self._finish(job, Finish("cancelled", Usage(0, 0)))
+        elif not job.answered:  # a bug of ours: this request ends, the daemon lives
+            log.error("mqtt_request_crashed", request_id=job.address.id, exc_info=task.exception())
+            why = "internal error; see the node's log"
+            self._answer_error(job, RequestError("internal_error", why))
+
+    def _answer_final(self, job: Job, finish: Finish) -> None:
+        if job.answered:
+            return
+        model = job.request.model if job.request is not None else ""
+        text = "".join(job.pieces)
+        seq = job.last_seq + 1 if job.loud else 0
+        reply = replies.final(self._node, job.address, seq, job.last_seq, model, text, finish)
+        now_s = asyncio.get_running_loop().time()
+        if job.address.named:
+            self._recent.keep(_key(job.address), job.call.digest, reply, now_s)
+        if finish.reason != "cancelled":
+            self._typical_s += 0.2 * (now_s - job.started_s - self._typical_s)
+        self._answer(job, reply, finish.reason)
+
+    def _answer_error(self, job: Job, error: RequestError) -> None:
+        if not job.answered:
+            seq = job.last_seq + 1 if job.loud and job.stream is not None else 0
+            self._answer(job, replies.error(self._node, job.address, seq, error), error.code)
+
+    def _answer(self, job: Job, reply: Outgoing, outcome: str) -> None:
+        job.answered = True
+        self._send(reply)
+        status = replies.status_of(reply)
+        self._metrics.answered("mqtt", job.call.verb, status)
+        took_s = asyncio.get_running_loop().time() - job.started_s
+        log.info(
+            "mqtt_request",
+            request_id=job.address.id,
+            verb=job.call.verb,
+            outcome=outcome,
+            status=status,
+            took_s=round(took_s, 3),
+        )
+
+
+def client_of(address: Address) -> str:
+    """The key of fair share: MQTT hides the sender, so whoever shares a reply tree is one."""
+    return "mqtt:" + address.topic.rpartition("/")[0]
+
+
+def _key(address: Address) -> Key:
+    return (address.topic, address.id)
