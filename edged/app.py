@@ -7,10 +7,12 @@ Stop: refuse new requests, drain with a limit, MQTT offline, HTTP, engines, STOP
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -56,8 +58,17 @@ class Parts:
     status: Callable[[], Status]
 
 
-async def run(config: Config, model_dir: Path, stop: StopSignal, notifier: Notifier) -> None:
-    """Serve until `stop` is asked. Raises EngineUnavailable when no engine can start."""
+async def run(
+    config: Config,
+    model_dir: Path,
+    stop: StopSignal,
+    notifier: Notifier,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until `stop` is asked. Raises EngineUnavailable when no engine can start.
+
+    on_ready: called once with the HTTP URL when requests are served.
+    """
     async with AsyncExitStack() as stack:
         parts = build(config, model_dir)
         await stack.enter_async_context(_running(parts.http))
@@ -67,7 +78,9 @@ async def run(config: Config, model_dir: Path, stop: StopSignal, notifier: Notif
         if parts.mqtt is not None:
             await stack.enter_async_context(_running(parts.mqtt))
         notifier.ready()
-        log.info("ready", node=config.node, model=parts.text.name, url=url(config, parts.http.port))
+        address = url(config.http.host, parts.http.port)
+        log.info("ready", node=config.node, model=parts.text.name, url=address)
+        on_ready(address)
         await stop.asked.wait()
         await _drain(config, parts, stop, notifier)
     log.info("stopped")
@@ -76,8 +89,12 @@ async def run(config: Config, model_dir: Path, stop: StopSignal, notifier: Notif
 def build(config: Config, model_dir: Path) -> Parts:
     """Make all parts; nothing runs yet. The wiring between them is all here."""
     text = TextModel.load(model_dir, config.model.name)
+    catalog = Catalog([text], config.generation, config.model.context_tokens)
     metrics = Metrics(config.node, text.name)
-    engines = tuple(_engine(name, config, text, model_dir) for name in config.engines.chain)
+    context_tokens = catalog.find(text.name).context_tokens
+    engines = tuple(
+        _engine(name, config, text.name, model_dir, context_tokens) for name in config.engines.chain
+    )
     scheduler = Scheduler(
         engines,
         {text.name: text},
@@ -87,7 +104,7 @@ def build(config: Config, model_dir: Path) -> Parts:
     )
     for engine in engines:
         engine.on_change = scheduler.dispatch
-        engine.on_report = lambda report, name=engine.name: metrics.on_report(name, report)
+        engine.on_report = functools.partial(metrics.on_report, engine.name)
 
     def status() -> Status:
         return status_of(
@@ -97,7 +114,6 @@ def build(config: Config, model_dir: Path) -> Parts:
             asyncio.get_running_loop().time(),
         )
 
-    catalog = Catalog([text], config.generation)
     http = HttpServer(config.http, config.node, scheduler, catalog, metrics, status)
     mqtt = None
     if config.mqtt.url:
@@ -105,8 +121,9 @@ def build(config: Config, model_dir: Path) -> Parts:
     return Parts(text, engines, scheduler, metrics, http, mqtt, status)
 
 
-def _engine(name: str, config: Config, text: TextModel, model_dir: Path) -> WorkerEngine:
-    context_tokens = min(text.context_tokens, config.model.context_tokens or text.context_tokens)
+def _engine(
+    name: str, config: Config, model: str, model_dir: Path, context_tokens: int
+) -> WorkerEngine:
     launch = wire.Launch(
         engine=name,
         model_dir=str(model_dir),
@@ -121,7 +138,7 @@ def _engine(name: str, config: Config, text: TextModel, model_dir: Path) -> Work
         config.engines.restart_backoff_s,
         config.engines.restart_backoff_max_s,
     )
-    return WorkerEngine(name, text.name, launch, restarts)
+    return WorkerEngine(name, model, launch, restarts)
 
 
 @asynccontextmanager
@@ -146,7 +163,7 @@ async def _start_engines(
     """
     starts = {asyncio.create_task(engine.start()): engine for engine in engines}
     stopping = asyncio.create_task(stop.asked.wait())
-    pending: set[asyncio.Task[object]] = {*starts, stopping}  # type: ignore[arg-type]
+    pending: set[asyncio.Task[Any]] = {*starts, stopping}
     failures: list[str] = []
     try:
         while not stop.asked.is_set() and len(failures) < len(engines):
@@ -156,7 +173,7 @@ async def _start_engines(
             if not done:
                 raise EngineUnavailable("no engine became ready in time; see the worker's log")
             for task in done - {stopping}:
-                engine, fault = starts[task], task.exception()  # type: ignore[index]
+                engine, fault = starts[task], task.exception()
                 if fault is None:
                     return
                 failures.append(str(fault))
@@ -213,6 +230,5 @@ async def _drain(config: Config, parts: Parts, stop: StopSignal, notifier: Notif
     parts.scheduler.shed_all()
 
 
-def url(config: Config, port: int) -> str:
-    host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
-    return f"http://{host}:{port}"
+def url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

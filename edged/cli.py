@@ -76,7 +76,7 @@ def _models(arguments: argparse.Namespace) -> int:
     from edged import models
 
     state_dir = arguments.state_dir or config.default_state_dir()
-    source = models.fetch_demo(state_dir)
+    source = models.fetch_demo(state_dir, lambda line: print(f"edged: {line}", file=sys.stderr))
     print(models.ensure_exported(source, state_dir, "int8"))
     return EX_OK
 
@@ -89,13 +89,51 @@ def _run(arguments: argparse.Namespace) -> int:
 
     notifier = Notifier.from_environ(os.environ)
     notifier.status("preparing the model")
-    model_dir = models.find(checked.model.path, Path(checked.state_dir), checked.cpu.dtype)
+    state_dir = Path(checked.state_dir)
+    model_dir = models.ensure_exported(_source(checked, state_dir), state_dir, checked.cpu.dtype)
 
     async def serve() -> None:
         stop = app.StopSignal()
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, stop.ask)
-        await app.run(checked, model_dir, stop, notifier)
+        await app.run(checked, model_dir, stop, notifier, lambda url: _greet(checked, url))
 
     asyncio.run(serve())
     return EX_OK
+
+
+def _source(checked: config.Config, state_dir: Path) -> Path:
+    """The model to serve: model.path, else the demo model."""
+    from edged import models
+
+    path = Path(checked.model.path).expanduser()
+    if not checked.model.path:
+        path = models.demo_path(state_dir)
+        if not path.exists():
+            raise ConfigError(
+                "model.path: not set, and the demo model is not there; "
+                "run `edged models fetch demo` or set model.path"
+            )
+    if not path.exists():
+        raise ConfigError(f"model.path: {path} does not exist")
+    return path
+
+
+def _greet(checked: config.Config, url: str) -> None:
+    """Lines to try, for a person at a terminal; under systemd the log has it all."""
+    if "INVOCATION_ID" in os.environ:
+        return
+    base = f"{checked.mqtt.base}/{checked.node}"
+    broker = "" if checked.mqtt.url else "  # needs --set mqtt.url=mqtt://127.0.0.1"
+    print(
+        f"""
+edged is ready at {url} (OpenAI base URL {url}/v1), node {checked.node}. Try:
+
+  curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
+
+  mosquitto_pub -t {base}/req/generate -m '{{"id": "1", "prompt": "The sky is"}}'{broker}
+    (the answer: mosquitto_sub -t '{base}/res/+' -C 1)
+""",
+        flush=True,
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Union
+from typing import Any, Union
 
 import msgspec
 
@@ -193,7 +193,8 @@ class WorkerFrames(_Frames):
 
     def messages(self, data: bytes) -> Iterator[ToWorker]:
         for body in self.feed(data):
-            yield _decode(_TO_WORKER, body)
+            message: ToWorker = _decode(_TO_WORKER, body)
+            yield message
 
 
 class DaemonFrames(_Frames):
@@ -201,10 +202,11 @@ class DaemonFrames(_Frames):
 
     def messages(self, data: bytes) -> Iterator[ToDaemon]:
         for body in self.feed(data):
-            yield _decode(_TO_DAEMON, body)
+            message: ToDaemon = _decode(_TO_DAEMON, body)
+            yield message
 
 
-def _decode(decoder: msgspec.msgpack.Decoder, body: bytes) -> object:  # type: ignore[type-arg]
+def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:

@@ -18,7 +18,7 @@ class StuckError(RuntimeError):
     """Nothing is ready and no timer is set: the program would wait for ever."""
 
 
-class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[valid-type,misc]
+class _JumpingSelector(selectors.DefaultSelector):
     """Never blocks: reports how long the loop wanted to sleep."""
 
     slept_s: float = 0.0
@@ -40,7 +40,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.slept_s
 
-    def run_in_executor(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def run_in_executor(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
         raise RuntimeError("a virtual loop has no executors")
 
     async def sock_connect(self, *args: Any, **kwargs: Any) -> NoReturn:
