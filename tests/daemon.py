@@ -1,0 +1,99 @@
+"""The real daemon as a process, for end-to-end tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from broker import free_port
+
+START_S = 120.0
+
+
+class Daemon:
+    """`edged run` on a free port with a folder of its own; models come from the usual place."""
+
+    def __init__(self, *sets: str, environ: dict[str, str] | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="edged-daemon-"))
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.socket = self.folder / "api.sock"
+        self._log = self.folder / "log"
+        base = (f"http.port={self.port}", f"http.unix_socket={self.socket}", "node=test")
+        command = [sys.executable, "-m", "edged", "run"]
+        for item in (*base, *sets):
+            command += ["--set", item]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **(environ or {})},
+            )
+
+    def get(self, path: str, timeout_s: float = 10.0) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
+            body = response.read()
+        with contextlib.suppress(ValueError):
+            return json.loads(body)
+        return body.decode()
+
+    def wait_ready(self) -> Daemon:
+        until = time.monotonic() + START_S
+        while time.monotonic() < until:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the daemon ended with {self.process.returncode}: {self.log}")
+            with contextlib.suppress(OSError):
+                if self.get("/edged/v1/status")["ready"]:
+                    return self
+            time.sleep(0.1)
+        raise AssertionError(f"not ready within {START_S} s: {self.log}")
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def workers(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [
+                child
+                for child in psutil.Process(self.process.pid).children()
+                if "edged.worker" in child.cmdline()
+            ]
+        return []
+
+    def running(self) -> int:
+        return int(self.get("/edged/v1/status")["running"])
+
+    def stop(self, signum: int = signal.SIGTERM, within_s: float = 60.0) -> int:
+        self.process.send_signal(signum)
+        return self.process.wait(within_s)
+
+    def close(self) -> None:
+        workers = self.workers()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        psutil.wait_procs(workers, timeout=10)
+
+
+@contextlib.contextmanager
+def daemon(*sets: str, environ: dict[str, str] | None = None) -> Iterator[Daemon]:
+    """A ready daemon, gone afterwards with everything it started."""
+    made = Daemon(*sets, environ=environ)
+    try:
+        yield made.wait_ready()
+    finally:
+        made.close()
