@@ -154,7 +154,7 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
 
 def _refuse_constraints(draft: Draft) -> None:
     """What cannot be enforced is refused, not ignored."""
-    kind = (draft.response_format or {"type": "text"}).get("type")
+    kind = "text" if draft.response_format is None else draft.response_format.get("type")
     if kind in ("json_object", "json_schema"):
         why = f"response_format: {kind} cannot be enforced yet; leave it out or use 'text'"
         raise RequestError("unsupported_parameter", why, "response_format")

@@ -31,7 +31,6 @@ class Gate:
         self._guard = guard
         self._keys = keys
         self._metrics = metrics
-        self.middleware = web.middleware(self._serve)
 
     async def on_prepare(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         """Headers of every answer, streams included."""
@@ -41,7 +40,8 @@ class Gate:
             response.headers["x-request-id"] = call.request_id
             response.headers.update(call.cors)
 
-    async def _serve(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    @web.middleware
+    async def serve(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         loop = asyncio.get_running_loop()
         given = request.headers.get("x-request-id")
         call = new_call(request, request_id(given, secrets.token_hex(12)), loop.time())

@@ -46,7 +46,7 @@ class HttpServer:
         self._info = Info(catalog, metrics, status)
         keys = ApiKeys.load(config.api_keys_file) if config.api_keys_file else None
         gate = Gate(node, Guard(config, node), keys, metrics)
-        app = web.Application(middlewares=[gate.middleware])
+        app = web.Application(middlewares=[gate.serve])
         app.on_response_prepare.append(gate.on_prepare)
         app.add_routes(self._info.routes())
         app.router.add_post("/v1/chat/completions", self._generation.chat)
