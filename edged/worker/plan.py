@@ -73,6 +73,7 @@ class Memory:
     last: Kind = "decode"
     favour_short: bool = False  # the next prefill chunk goes to the shortest, else to the oldest
     roomy_steps: int = 0  # in a row, in which a shorter context would have done
+    roomy_context: int = 0  # the shortest context that would have done for all of these
     wide_steps: int = 0  # decode steps in a row, in which the window was wider than needed
 
 
@@ -145,15 +146,20 @@ def _span(views: Sequence[SlotView]) -> int:
 def _at_context(
     step: StepPlan, views: Sequence[SlotView], gears: Gears, memory: Memory
 ) -> tuple[StepPlan, Memory]:
-    """Grow at once, shrink only after a while: re-packing costs a copy of every live row."""
+    """Grow at once; shrink after a while, to what sufficed all that while: re-packing costs a
+    copy of every valid row."""
     fresh = dict(step.fresh)
     needed = gear(max(v.rows + fresh.get(v.index, 0) for v in views), gears.context)
-    roomy = memory.roomy_steps + 1 if needed < memory.context else 0
-    if needed < memory.context and roomy < SHRINK_AFTER_STEPS:
-        needed = memory.context
-    if needed != memory.context:
-        roomy = 0
-    return replace(step, context=needed), replace(memory, context=needed, roomy_steps=roomy)
+    if needed >= memory.context:
+        memory = replace(memory, context=needed, roomy_steps=0, roomy_context=0)
+    else:
+        sufficed = max(needed, memory.roomy_context)
+        if memory.roomy_steps + 1 >= SHRINK_AFTER_STEPS:
+            memory = replace(memory, context=sufficed, roomy_steps=0, roomy_context=0)
+        else:
+            steps = memory.roomy_steps + 1
+            memory = replace(memory, roomy_steps=steps, roomy_context=sufficed)
+    return replace(step, context=memory.context), memory
 
 
 def _compaction(ready: Sequence[SlotView], busy: set[int], slots: int) -> Move | None:
