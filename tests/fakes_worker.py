@@ -70,6 +70,7 @@ class FakeExecutor:
         self.cache = np.zeros((slots, self.context), np.int64)
         self.failures = 0
         self.poisoned: set[int] = set()
+        self.poisonings = 0
         self.step_s = step_s
         self.now_s = 0.0
         self.runs: list[tuple[int, int, int]] = []  # (B, T, active)
@@ -108,6 +109,7 @@ class FakeExecutor:
         assert batch.logit_idx[row] == row * batch.shape[1] + count - 1
         if slot in self.poisoned:
             self.poisoned.remove(slot)
+            self.poisonings += 1
             cache[past] = POISON
         if (cache == POISON).any():  # as 0 x NaN is NaN, even a masked row spoils all
             logits[:] = np.nan

@@ -365,6 +365,8 @@ def test_any_order_of_events_keeps_every_promise(
             assert said == alone[: len(said)]
             if end in ("stop", "length"):
                 assert said == alone
+        faults = [row for row in r.rows if "not finite" in row.detail]
+        assert len(faults) == r.executor.poisonings
         assert all(not slot.busy for slot in r.loop._table.slots)
         assert r.reports == [] or r.reports[-1].free_slots == 4
 
