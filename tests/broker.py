@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 START_S = 10.0
 
 
 class Broker:
-    """One mosquitto process. config: lines added to the listener's (see mosquitto.conf(5))."""
+    """One mosquitto process. listener, config: lines for mosquitto.conf(5); {folder} in them is
+    a folder the broker can read. files: written there, by name."""
 
-    def __init__(self, config: str = "", listener: str = "") -> None:
+    def __init__(
+        self, config: str = "", listener: str = "", files: Mapping[str, str] | None = None
+    ) -> None:
         self.port = free_port()
         self._folder = Path(tempfile.mkdtemp(prefix="edged-broker-"))
         self._folder.chmod(0o755)  # as root mosquitto becomes user mosquitto before it reads
+        for name, content in (files or {}).items():
+            (self._folder / name).write_text(content)
+            (self._folder / name).chmod(0o644)
+        config = config.replace("{folder}", str(self._folder))
+        listener = listener.replace("{folder}", str(self._folder))
         self._config = self._folder / "mosquitto.conf"
         self._config.write_text(
-            f"listener {self.port} 127.0.0.1\n{listener}\nallow_anonymous true\n"
-            f"persistence false\n{config}\n"
+            f"listener {self.port} 127.0.0.1\n{listener}\n"
+            f"{'' if 'allow_anonymous' in config else 'allow_anonymous true'}\n"
+            f"persistence false\nset_tcp_nodelay true\n{config}\n"
         )
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -72,9 +82,11 @@ class Broker:
 
 
 @contextlib.contextmanager
-def broker(config: str = "", listener: str = "") -> Iterator[Broker]:
+def broker(
+    config: str = "", listener: str = "", files: Mapping[str, str] | None = None
+) -> Iterator[Broker]:
     """A running broker, gone afterwards."""
-    made = Broker(config, listener)
+    made = Broker(config, listener, files)
     try:
         made.start()
         yield made
@@ -83,10 +95,12 @@ def broker(config: str = "", listener: str = "") -> Iterator[Broker]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Below the range that outgoing connections take theirs from, so that none takes it first."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 async def tool(name: str, *arguments: str, within_s: float = 20.0) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -153,6 +154,11 @@ async def until(true: Any, within_s: float = WAIT_S) -> None:
         await asyncio.sleep(0.01)
 
 
+async def up(made: MqttIngress) -> None:
+    """Connected, and all it had to say has been taken by the broker."""
+    await until(lambda: made.connected and not len(made._outbox))
+
+
 @contextlib.asynccontextmanager
 async def serving(
     url: str, scheduler: FakeScheduler, metrics: Metrics | None = None, **keys: Any
@@ -161,7 +167,7 @@ async def serving(
     made = ingress(url, scheduler, metrics, **keys)
     await made.start()
     try:
-        await until(lambda: made.connected)
+        await up(made)
         yield made
     finally:
         await made.stop()
@@ -236,7 +242,9 @@ async def requester(
 ) -> AsyncIterator[Requester]:
     """Subscribed to `filters`, by default to all answers of the node and to all reply topics."""
     wanted = filters or (f"{ROOT}/res/#", "edged/v1/reply/#")
-    async with aiomqtt.Client("127.0.0.1", port, protocol=version) as client:
+    no_delay = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
+    client = aiomqtt.Client("127.0.0.1", port, protocol=version, socket_options=no_delay)
+    async with client:
         made = Requester(client)
         await client.subscribe([(name, 1) for name in (*wanted, "marker")])
         task = asyncio.ensure_future(made.collect())
@@ -245,3 +253,90 @@ async def requester(
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+class Proxy:
+    """Stands between a client and the broker: cuts connections, or acts as an older broker.
+
+    open: whether connections are let through. against_v5: "" or how MQTT 5 is refused:
+    "connack" (as a 3.1.1 broker should) or "hangup" (as some do). versions: protocol levels of
+    the CONNECTs seen.
+    """
+
+    def __init__(self, target: int, open: bool = True, against_v5: str = "") -> None:
+        self.target = target
+        self.open = open
+        self.against_v5 = against_v5
+        self.versions: list[int] = []
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def url(self) -> str:
+        return f"mqtt://127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> Proxy:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.wait_closed()
+
+    def cut(self) -> None:
+        """Break every connection without a word."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._writers.add(writer)
+        try:
+            if self.open:
+                await self._serve(reader, writer)
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # either side may break at any time
+        finally:
+            writer.close()
+            self._writers.discard(writer)
+            self._tasks.discard(task)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connect = await reader.read(4096)
+        if not connect:
+            return
+        self.versions.append(connect[connect.index(b"MQTT") + 4])
+        if self.versions[-1] == 5 and self.against_v5:
+            if self.against_v5 == "connack":
+                writer.write(b"\x20\x02\x00\x01")
+                await writer.drain()
+            return
+        there, back = await asyncio.open_connection("127.0.0.1", self.target)
+        self._writers.add(back)
+        back.write(connect)
+        ways = {
+            asyncio.ensure_future(_copy(reader, back)),
+            asyncio.ensure_future(_copy(there, writer)),
+        }
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            back.transport.abort()
+            self._writers.discard(back)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()

@@ -113,8 +113,8 @@ def decode(text: str, kind: type[_B]) -> _B:
 
 def _explained(message: str) -> RequestError:
     """msgspec ends its messages with a path such as `$.priority`: put the key in front."""
-    text, _, path = message.rpartition(" - at `$")
-    text = (text or message)[:MAX_ECHO_CHARS]
+    text, _, path = message.partition(" - at `$")
+    text, path = text[:MAX_ECHO_CHARS], path[:MAX_ECHO_CHARS]
     unknown = text.partition("unknown field `")[2].rstrip("`")
     key = ".".join(part for part in (path.strip("`."), unknown) if part)
     if unknown:

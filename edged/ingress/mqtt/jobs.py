@@ -46,7 +46,7 @@ class Job:
     stream: Stream | None = None
     ending: str = ""
     answered: bool = False
-    last_seq: int = 0
+    next_seq: int = 0
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -175,6 +175,7 @@ class Jobs:
             return
         if job.loud:
             self._send(replies.accepted(self._node, job.address, request.model))
+            job.next_seq = 1
         chunks = Chunks(self._chunk_interval_s, lambda text: self._chunk(job, text))
         pace = self._metrics.pace()
         async with aclosing(stream):
@@ -201,8 +202,8 @@ class Jobs:
         )
 
     def _chunk(self, job: Job, text: str) -> None:
-        job.last_seq += 1
-        self._send(replies.chunk(self._node, job.address, job.last_seq, text))
+        self._send(replies.chunk(self._node, job.address, job.next_seq, text))
+        job.next_seq += 1
 
     def _finish(self, job: Job, finish: Finish) -> None:
         if finish.reason == "cancelled" and job.ending == "shutting_down":
@@ -229,8 +230,7 @@ class Jobs:
             return
         model = job.request.model if job.request is not None else ""
         text = "".join(job.pieces)
-        seq = job.last_seq + 1 if job.loud else 0
-        reply = replies.final(self._node, job.address, seq, job.last_seq, model, text, finish)
+        reply = replies.final(self._node, job.address, job.next_seq, model, text, finish)
         now_s = asyncio.get_running_loop().time()
         if job.address.named:
             self._recent.keep(_key(job.address), job.call.digest, reply, now_s)
@@ -240,8 +240,8 @@ class Jobs:
 
     def _answer_error(self, job: Job, error: RequestError) -> None:
         if not job.answered:
-            seq = job.last_seq + 1 if job.loud and job.stream is not None else 0
-            self._answer(job, replies.error(self._node, job.address, seq, error), error.code)
+            reply = replies.error(self._node, job.address, job.next_seq, error)
+            self._answer(job, reply, error.code)
 
     def _answer(self, job: Job, reply: Outgoing, outcome: str) -> None:
         job.answered = True

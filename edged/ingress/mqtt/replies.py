@@ -30,16 +30,14 @@ def chunk(node: str, address: Address, seq: int, text: str) -> Outgoing:
     return _reply(node, address, "chunk", seq, {"delta": text})
 
 
-def final(
-    node: str, address: Address, seq: int, last_seq: int, model: str, text: str, finish: Finish
-) -> Outgoing:
-    """text: the whole answer. last_seq: the number of the last chunk (0 = there was none)."""
+def final(node: str, address: Address, seq: int, model: str, text: str, finish: Finish) -> Outgoing:
+    """text: the whole answer. last_seq in it: the number of the last chunk, 0 = there was none."""
     usage = finish.usage
     more = {
         "model": model,
         "text": text,
         "finish_reason": finish.reason,
-        "last_seq": last_seq,
+        "last_seq": max(0, seq - 1),
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
