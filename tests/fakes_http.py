@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -178,7 +179,7 @@ async def serving(folder: Path, **http: Any) -> AsyncIterator[Site]:
     text = tiny_model(folder / "model")
     scheduler, metrics = FakeScheduler(), Metrics("node-1", text.name)
     unix_socket = folder / "api.sock"
-    config = Http(port=0, unix_socket=str(unix_socket), **http)
+    config = Http(**({"port": 0, "unix_socket": str(unix_socket)} | http))
     site: Site | None = None
 
     def status() -> Status:
@@ -201,12 +202,6 @@ class RawClient:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
-
-    @classmethod
-    async def connect(cls, site: Site, unix: bool = False) -> RawClient:
-        if unix:
-            return cls(*await asyncio.open_unix_connection(str(site.unix_socket)))
-        return cls(*await asyncio.open_connection("127.0.0.1", site.server.port))
 
     def send(self, head: str, body: bytes = b"") -> None:
         """head: request line and headers, one per line; Host is added."""
@@ -232,14 +227,25 @@ class RawClient:
 
     async def close(self) -> None:
         self.writer.close()
-        try:
+        with contextlib.suppress(ConnectionError):  # the server was quicker
             await self.writer.wait_closed()
-        except ConnectionError:  # the server was quicker
-            pass
 
     def reset(self) -> None:
         """Go away without a word of farewell (RST)."""
         self.writer.transport.abort()
+
+
+@asynccontextmanager
+async def connected(site: Site, unix: bool = False) -> AsyncIterator[RawClient]:
+    """A connection for the length of the block."""
+    if unix:
+        raw = RawClient(*await asyncio.open_unix_connection(str(site.unix_socket)))
+    else:
+        raw = RawClient(*await asyncio.open_connection("127.0.0.1", site.server.port))
+    try:
+        yield raw
+    finally:
+        await raw.close()
 
 
 def refusal(code: str, after_s: float | None = None) -> RequestError:

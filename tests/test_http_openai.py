@@ -12,7 +12,7 @@ import aiohttp
 import openai
 import pytest
 import pytest_asyncio
-from fakes_http import MODEL, CrashingStream, RawClient, Site, chat_body, refusal, serving
+from fakes_http import MODEL, CrashingStream, Site, chat_body, connected, refusal, serving
 from structlog.testing import capture_logs
 
 from edged.core import TokenLogprob
@@ -415,11 +415,10 @@ async def test_request_ids_are_kept_when_harmless(site: Site, given: str, kept: 
 
 async def test_one_connection_serves_many_requests(site: Site) -> None:
     """Keep-alive holds over answers, errors and streams alike."""
-    raw = await RawClient.connect(site)
     body = json.dumps(chat_body()).encode()
-    for _ in range(3):
-        raw.post("/v1/chat/completions", body)
-        assert (await raw.answer())[0] == 200
-        raw.post("/v1/chat/completions", b"{")
-        assert (await raw.answer())[0] == 400
-    await raw.close()
+    async with connected(site) as raw:
+        for _ in range(3):
+            raw.post("/v1/chat/completions", body)
+            assert (await raw.answer())[0] == 200
+            raw.post("/v1/chat/completions", b"{")
+            assert (await raw.answer())[0] == 400

@@ -21,8 +21,8 @@ from edged.metrics import Metrics
 from edged.scheduler import Scheduler
 from edged.status import Status
 
-# What is still being answered at stop() gets this long; draining has come before.
-STOP_TIMEOUT_S = 2.0
+# Twice this is the limit of stop() for what is still being answered; draining came before.
+STOP_TIMEOUT_S = 1.0
 
 
 class HttpServer:
