@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import aiomqtt
 import pytest
@@ -365,13 +366,14 @@ async def test_mqtts_checks_the_brokers_certificate(tmp_path: Path) -> None:
         ({"url": "mqtt://"}, "mqtt.url"),
         ({"password_file": "/nowhere", "username": "u"}, "mqtt.password_file"),
         ({"password_file": "/nowhere"}, "mqtt.username"),
+        ({"keepalive_s": 70_000}, "mqtt.keepalive_s"),
         ({"url": "mqtts://h", "ca_file": "/nowhere"}, "mqtt.ca_file"),
     ],
 )
-def test_an_unusable_configuration_names_its_key(keys: dict[str, str], word: str) -> None:
+def test_an_unusable_configuration_names_its_key(keys: dict[str, Any], word: str) -> None:
     """What cannot work is told before anything is connected."""
     with pytest.raises(ConfigError, match=word):
-        dial_of(config.Mqtt(**{"url": "mqtt://h", **keys}), NODE, "a")  # type: ignore[arg-type]
+        dial_of(config.Mqtt(**{"url": "mqtt://h", **keys}), NODE, "a")
 
 
 def test_a_dial_never_shows_its_password() -> None:

@@ -357,6 +357,19 @@ async def test_the_outbox_is_bounded_and_drops_its_oldest() -> None:
 
 # --- jobs ----------------------------------------------------------------------------------------
 
+
+def jobs_of(scheduler: FakeScheduler, send: Callable[[Outgoing], None]) -> Jobs:
+    return Jobs(
+        node=NODE,
+        scheduler=scheduler,  # type: ignore[arg-type]
+        catalog=Catalog([BytesText()]),  # type: ignore[list-item]
+        metrics=Metrics(NODE, "fake"),
+        max_inflight=4,
+        chunk_interval_s=0.01,
+        send=send,
+    )
+
+
 acts = st.lists(
     st.tuples(
         st.sampled_from(
@@ -378,15 +391,7 @@ def test_every_started_request_is_answered_exactly_once(
     async def work() -> None:
         sent: list[Outgoing] = []
         scheduler = FakeScheduler()
-        jobs = Jobs(
-            node=NODE,
-            scheduler=scheduler,  # type: ignore[arg-type]
-            catalog=Catalog([BytesText()]),  # type: ignore[list-item]
-            metrics=Metrics(NODE, "fake"),
-            max_inflight=4,
-            chunk_interval_s=0.01,
-            send=sent.append,
-        )
+        jobs = jobs_of(scheduler, sent.append)
         started = 0
         for act, number in steps:
             streams = scheduler.streams
@@ -423,6 +428,33 @@ def test_every_started_request_is_answered_exactly_once(
             assert seqs == list(range(len(seqs)))
 
     run(work)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_repetition_in_the_very_moment_of_the_answer_is_answered_too(fails: bool) -> None:
+    """After a final it is sent the same again; after an error the request runs anew."""
+    sent: list[Outgoing] = []
+
+    def send(message: Outgoing) -> None:
+        sent.append(message)
+        if len(sent) == 1:
+            jobs.start(call)
+
+    scheduler = FakeScheduler()
+    jobs = jobs_of(scheduler, send)
+    address = Address(TOPICS.answer("a"), "a", named=True)
+    call = Call("generate", address, Draft(prompt="p"), digest=b"d")
+    jobs.start(call)
+    (await scheduler.stream()).end("failed" if fails else "stop")
+    if fails:
+        (await scheduler.stream(1)).end()
+    while len(sent) < 2:
+        await asyncio.sleep(0)
+    jobs.start(call)
+    kinds = [dict(message.user)["edged-type"] for message in sent]
+    assert kinds == (["error", "final", "final"] if fails else ["final"] * 3)
+    assert len(scheduler.streams) == (2 if fails else 1)
+    await jobs.stop()
 
 
 def test_who_shares_a_reply_tree_shares_a_place_in_fair_share() -> None:

@@ -21,6 +21,7 @@ from fakes_mqtt import (
 )
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
+from structlog.testing import capture_logs
 
 from edged.errors import RequestError
 from edged.ingress.mqtt import MqttIngress
@@ -371,14 +372,15 @@ async def test_an_unsafe_reply_topic_is_never_published_on(
     assert dropped(metrics, "reply_topic") == 1
 
 
-async def test_a_v5_wildcard_response_topic_never_gets_past(
-    client5: Requester, scheduler: FakeScheduler
+@pytest.mark.parametrize("topic", [f"{ROOT}/state/npu", "edged/v1/reply/+/x", "edged/v1/reply/#"])
+async def test_an_unsafe_v5_response_topic_is_refused_likewise(
+    client5: Requester, scheduler: FakeScheduler, topic: str
 ) -> None:
-    """The same rule holds for the Response Topic (a forbidden tree; brokers refuse wildcards)."""
+    """The same rule holds for the Response Topic (mosquitto lets wildcards in it pass)."""
     await client5.ask(
         "generate",
         {"id": "x", "prompt": "p"},
-        properties=properties(ResponseTopic=f"{ROOT}/state/npu", CorrelationData=b"c"),
+        properties=properties(ResponseTopic=topic, CorrelationData=b"c"),
     )
     got = await client5.next()
     assert (got.topic, got.correlation) == (f"{ROOT}/res/x", b"c")
@@ -592,3 +594,30 @@ async def test_a_failed_request_may_be_repeated(
     scheduler.answer = "now"
     await client.ask("generate", {"id": "d", "prompt": "p"})
     assert (await client.next()).body["text"] == "now"
+
+
+# --- privacy -------------------------------------------------------------------------------------
+
+
+async def test_what_is_asked_and_answered_never_reaches_the_log(
+    client: Requester, scheduler: FakeScheduler
+) -> None:
+    """Good, bad and failing requests are logged by id, never by content."""
+    secret = "zebra-7351"
+    with capture_logs() as lines:
+        for name, body in {
+            "good": {"id": "good", "prompt": secret},
+            "bad": {"id": "bad", "prompt": "p", secret: 1},
+            "role": {"id": "role", "messages": [{"role": secret, "content": "x"}]},
+            "model": {"id": "model", "prompt": secret, "model": secret},
+        }.items():
+            await client.ask("chat", body)
+            if name == "good":
+                stream = await scheduler.stream()
+                stream.say(secret)
+                stream.end()
+            await client.last()
+        await client.ask("chat", b'{"id": "json", "prompt": "' + secret.encode())
+        await client.last()
+    assert {line.get("request_id") for line in lines} >= {"good", "bad", "role", "model"}
+    assert secret not in repr(lines)

@@ -148,7 +148,11 @@ class Client:
 
     async def _pump(self, link: Link) -> None:
         async for message in link.messages():
-            self._hooks.route(message)
+            try:
+                self._hooks.route(message)
+            except Exception:  # a bug of ours costs this message, not the connection
+                log.exception("mqtt_message_crashed")
+                self._hooks.on_drop("crashed")
 
     async def _work(self, link: Link) -> None:
         """Subscribe first, so that whoever sees us online can ask; then send, while it lasts."""

@@ -12,6 +12,7 @@ from edged.errors import ConfigError
 from edged.ingress.mqtt.protocol import LOOK_FACTOR
 
 PORTS = {"mqtt": 1883, "mqtts": 8883}
+MAX_KEEPALIVE_S = 65535  # two bytes on the wire
 ROOM_BYTES = 64 * 1024  # of a packet for topic and properties
 
 
@@ -41,6 +42,8 @@ def dial_of(config: Mqtt, node: str, availability: str) -> Dial:
     url = urlsplit(config.url)
     if url.scheme not in PORTS or not url.hostname:
         raise ConfigError("mqtt.url: use mqtt://host[:port] or mqtts://host[:port]")
+    if config.keepalive_s > MAX_KEEPALIVE_S:
+        raise ConfigError(f"mqtt.keepalive_s: at most {MAX_KEEPALIVE_S} seconds")
     if config.password_file and not config.username:
         raise ConfigError("mqtt.username: is missing, but mqtt.password_file is set")
     return Dial(

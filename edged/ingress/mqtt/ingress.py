@@ -95,11 +95,6 @@ class MqttIngress:
             log.warning("mqtt_undelivered", messages=len(self._outbox))
         await self._client.stop()
 
-    def announce(self) -> None:
-        """Publish state/info again, when what it says has changed."""
-        if self._client.connected:
-            self._outbox.put(self._info())
-
     # --- requests ---------------------------------------------------------------------------------
 
     def route(self, message: Incoming) -> None:
@@ -113,7 +108,7 @@ class MqttIngress:
             self._cancel(asked.address)
         else:
             facts = status_json(self._status())
-            self._outbox.put(replies.status(self._node, asked.address, facts))
+            self._answer("status", replies.status(self._node, asked.address, facts))
 
     def _refuse(self, refusal: Refusal, payload_bytes: int) -> None:
         """Count, log (never what was sent) and answer."""
@@ -134,10 +129,14 @@ class MqttIngress:
         if not address.asked:
             return
         if found:
-            self._outbox.put(replies.accepted(self._node, address, ""))
+            self._answer("cancel", replies.accepted(self._node, address, ""))
         else:
             why = f"id: no request {address.id} is running"
             self._jobs.refuse("cancel", address, RequestError("not_found", why, "id"))
+
+    def _answer(self, verb: str, reply: Outgoing) -> None:
+        self._outbox.put(reply)
+        self._metrics.answered("mqtt", verb, replies.status_of(reply))
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -10,57 +10,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
 import structlog
 
-from edged.core import Delta, Finish, Request, Usage
+from edged.core import Delta, Finish, Request, Timings, Usage
 from edged.errors import RequestError
 from edged.ingress.mqtt import replies
 from edged.ingress.mqtt.chunks import Chunks
 from edged.ingress.mqtt.dedupe import Key, Recent
+from edged.ingress.mqtt.job import Job, client_of, key_of
 from edged.ingress.mqtt.messages import Address, Outgoing
 from edged.ingress.mqtt.protocol import Call
 from edged.ingress.prepare import Catalog, prepare
 from edged.metrics import Metrics
-from edged.scheduler import Scheduler, Stream
+from edged.scheduler import Scheduler
 
 log = structlog.get_logger("edged.mqtt")
 
 SHUTTING_DOWN = "the node is shutting down; ask again"
-
-
-@dataclass(eq=False)
-class Job:
-    """One running request. deadline_s: loop time. address: of the latest repetition.
-
-    ending: "" = it runs, else "cancelled" (somebody asked) or "shutting_down".
-    """
-
-    call: Call
-    address: Address
-    started_s: float
-    deadline_s: float | None
-    task: asyncio.Task[None] | None = None
-    request: Request | None = None
-    stream: Stream | None = None
-    ending: str = ""
-    answered: bool = False
-    next_seq: int = 0
-    pieces: list[str] = field(default_factory=list)
-
-    @property
-    def loud(self) -> bool:
-        """Whether the requester wants more than the one answer."""
-        return self.call.stream or self.call.ack
-
-    def end(self, why: str) -> None:
-        """End it early, wherever it is. The first reason counts."""
-        self.ending = self.ending or why
-        if self.stream is not None:
-            self.stream.cancel()  # its Finish tells how far it came
-        elif self.task is not None:
-            self.task.cancel()
 
 
 class Jobs:
@@ -106,7 +73,7 @@ class Jobs:
         job = Job(call, call.address, now_s, deadline_s)  # 3
         self._running.add(job)
         if call.address.named:
-            self._by_key[_key(call.address)] = job
+            self._by_key[key_of(call.address)] = job
         job.task = asyncio.create_task(self._run(job))
         job.task.add_done_callback(lambda task: self._ended(job, task))
 
@@ -138,20 +105,23 @@ class Jobs:
 
     def _repeated(self, call: Call, now_s: float) -> bool:
         """Answer a request whose id is running or was answered lately; False = it is new."""
-        key = _key(call.address)
+        key = key_of(call.address)
         job, recent = self._by_key.get(key), self._recent.find(key, now_s)
-        if job is None and recent is None:
+        if job is not None and not job.answered:
+            known = job.call.digest
+        elif recent is not None:
+            known, job = recent.digest, None
+        else:
             return False
-        known = job.call.digest if job is not None else recent.digest if recent is not None else b""
         if known != call.digest:
             why = f"id: {call.address.id} is already used by another request; choose a new id"
             self.refuse(call.verb, call.address, RequestError("id_conflict", why, "id"))
+        elif recent is not None and job is None:
+            self._send(replies.readdressed(recent.answer, call.address))
         elif job is not None:
             job.address = call.address  # whoever asks again waits on the newest correlation
             if job.loud and job.request is not None:
                 self._send(replies.accepted(self._node, call.address, job.request.model))
-        elif recent is not None:
-            self._send(replies.readdressed(recent.answer, call.address))
         return True
 
     def _refusal(self) -> RequestError | None:
@@ -176,7 +146,7 @@ class Jobs:
         if job.loud:
             self._send(replies.accepted(self._node, job.address, request.model))
             job.next_seq = 1
-        chunks = Chunks(self._chunk_interval_s, lambda text: self._chunk(job, text))
+        chunks = job.chunks = Chunks(self._chunk_interval_s, lambda text: self._chunk(job, text))
         pace = self._metrics.pace()
         async with aclosing(stream):
             async for event in stream:
@@ -186,7 +156,6 @@ class Jobs:
                     if job.call.stream:
                         chunks.add(event.text)
                 else:
-                    chunks.flush()
                     self._finish(job, event)
 
     async def _prepare(self, job: Job) -> Request:
@@ -206,6 +175,8 @@ class Jobs:
         job.next_seq += 1
 
     def _finish(self, job: Job, finish: Finish) -> None:
+        if job.chunks is not None:
+            job.chunks.flush()
         if finish.reason == "cancelled" and job.ending == "shutting_down":
             self._answer_error(job, RequestError("shutting_down", SHUTTING_DOWN, retry_after_s=5))
         elif finish.reason in ("shed", "failed"):
@@ -216,14 +187,14 @@ class Jobs:
     def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
         """The task is over: forget it, and answer for it if it did not."""
         self._running.discard(job)
-        if job.address.named:
-            self._by_key.pop(_key(job.address), None)
+        if self._by_key.get(key_of(job.address)) is job:
+            del self._by_key[key_of(job.address)]
         if task.cancelled():
             self._finish(job, Finish("cancelled", Usage(0, 0)))
         elif not job.answered:  # a bug of ours: this request ends, the daemon lives
             log.error("mqtt_request_crashed", request_id=job.address.id, exc_info=task.exception())
             why = "internal error; see the node's log"
-            self._answer_error(job, RequestError("internal_error", why))
+            self._finish(job, Finish("failed", Usage(0, 0), (), Timings(), "internal_error", why))
 
     def _answer_final(self, job: Job, finish: Finish) -> None:
         if job.answered:
@@ -233,7 +204,7 @@ class Jobs:
         reply = replies.final(self._node, job.address, job.next_seq, model, text, finish)
         now_s = asyncio.get_running_loop().time()
         if job.address.named:
-            self._recent.keep(_key(job.address), job.call.digest, reply, now_s)
+            self._recent.keep(key_of(job.address), job.call.digest, reply, now_s)
         if finish.reason != "cancelled":
             self._typical_s += 0.2 * (now_s - job.started_s - self._typical_s)
         self._answer(job, reply, finish.reason)
@@ -257,12 +228,3 @@ class Jobs:
             status=status,
             took_s=round(took_s, 3),
         )
-
-
-def client_of(address: Address) -> str:
-    """The key of fair share: MQTT hides the sender, so whoever shares a reply tree is one."""
-    return "mqtt:" + address.topic.rpartition("/")[0]
-
-
-def _key(address: Address) -> Key:
-    return (address.topic, address.id)
