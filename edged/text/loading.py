@@ -61,7 +61,7 @@ def load_parts(model_dir: Path, clock: Callable[[], datetime]) -> tuple[Card, To
     if tokenizer.id_to_token(size - 1) is None or tokenizer.id_to_token(size) is not None:
         raise _unusable(path, f"it does not have the {size} tokens {MANIFEST_FILE} speaks of")
     start_ids = (manifest.bos_id,) if manifest.add_bos and manifest.bos_id is not None else ()
-    tokens = Tokens(tokenizer, start_ids)
+    tokens = Tokens(tokenizer, manifest.context_tokens, start_ids)
     chat = Chat(
         tokens,
         manifest.chat_template or None,

@@ -14,6 +14,8 @@ from typing import Any
 from edged.errors import RequestError
 
 _MAX_DEPTH = 64
+# Checking costs about a microsecond per value, on the loop.
+_MAX_VALUES = 20_000
 # What a message costs beside its strings when deciding whether a prompt is long.
 _MESSAGE_CHARS = 64
 
@@ -37,10 +39,11 @@ class ChatMessage:
 
 
 class TemplateValues:
-    """Turns a client's values into fresh plain ones and counts their characters."""
+    """Turns the values of one request into fresh plain ones. chars: characters seen so far."""
 
     def __init__(self) -> None:
         self.chars = 0
+        self._values = 0
 
     def message(self, message: ChatMessage, where: str) -> dict[str, Any]:
         """The object a template sees. Absent fields are left out; absent text is ""."""
@@ -57,6 +60,9 @@ class TemplateValues:
 
     def plain(self, value: object, where: str, depth: int = 0) -> Any:
         """A deep copy of JSON values. Raises RequestError naming the field otherwise."""
+        self._values += 1
+        if self._values > _MAX_VALUES:
+            raise RequestError("invalid_request", f"more than {_MAX_VALUES} values", where)
         if isinstance(value, str):
             self.chars += len(value)
             return checked_text(value, where)

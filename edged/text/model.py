@@ -7,8 +7,10 @@ what is long is tokenised in a thread. Prompts are never logged here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -18,12 +20,9 @@ from edged.text.detokenizer import Detokenizer
 from edged.text.loading import load_parts
 from edged.text.messages import ChatMessage, TemplateValues, checked_text
 from edged.text.stops import StopMatcher
-from edged.text.tokens import Tokens
+from edged.text.tokens import LONG_CHARS, Tokens
 
 __all__ = ["ChatMessage", "Detokenizer", "StopMatcher", "TextModel"]
-
-# Above this the work (about 1 us per character) moves off the loop.
-INLINE_CHARS = 32 * 1024
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class TextModel:
     chat_problem: str
     _tokens: Tokens
     _chat: Chat
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
 
     @classmethod
     def load(
@@ -81,8 +81,8 @@ class TextModel:
         """
         values = TemplateValues()
         job = self._chat.job(values, messages, tools, template_kwargs, add_generation_prompt)
-        if values.chars > INLINE_CHARS:
-            return await asyncio.to_thread(self._chat_ids, job)
+        if values.chars > LONG_CHARS:
+            return await self._off_loop(lambda: self._chat_ids(job))
         return self._chat_ids(job)
 
     async def prompt_ids(self, text: str) -> tuple[int, ...]:
@@ -92,11 +92,9 @@ class TextModel:
         no token comes of it.
         """
         checked_text(text, "prompt")
-        if len(text) > INLINE_CHARS:
-            ids = await asyncio.to_thread(self._tokens.encode, text)
-        else:
-            ids = self._tokens.encode(text)
-        return _not_empty((*self._tokens.start_ids, *ids), "prompt")
+        if len(text) > LONG_CHARS:
+            return await self._off_loop(lambda: self._prompt_ids(text))
+        return self._prompt_ids(text)
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
         """A fresh one per stream; prompt_ids end where the stream begins."""
@@ -110,8 +108,27 @@ class TextModel:
         """The exact bytes of one token; b"" for an id outside the tokenizer."""
         return self._tokens.token_bytes(token_id)
 
+    async def _off_loop(self, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """One long text at a time: each costs about 100 times its size in memory for a moment."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
     def _chat_ids(self, job: RenderJob) -> tuple[int, ...]:
-        return _not_empty(tuple(self._chat.ids(job)), "messages")
+        with _naming("messages"):
+            return _not_empty(tuple(self._chat.ids(job)), "messages")
+
+    def _prompt_ids(self, text: str) -> tuple[int, ...]:
+        with _naming("prompt"):
+            return _not_empty((*self._tokens.start_ids, *self._tokens.encode(text)), "prompt")
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Refusals from below that do not know the field they speak of get its name."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = error.param or where
+        raise
 
 
 def _not_empty(ids: tuple[int, ...], where: str) -> tuple[int, ...]:

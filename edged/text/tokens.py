@@ -13,17 +13,30 @@ from tokenizers import AddedToken, Tokenizer
 from edged.errors import RequestError
 from edged.text.vocabulary import looks_control, piece_bytes
 
+# Above this many characters a text is encoded with the interpreter lock released.
+LONG_CHARS = 4096
+# A prompt is refused unread when its first characters alone overflow the context: this many
+# characters per token of the context are tried, and the excess must be beyond doubt.
+_TRIAL_CHARS_PER_TOKEN = 8
+_BEYOND_DOUBT = 1.25
+
 
 class Tokens:
-    """control: literal -> id of the control tokens. start_ids: (bos,) where the model wants it."""
+    """control: literal -> id of the control tokens. start_ids: (bos,) where the model wants it.
 
-    def __init__(self, tokenizer: Tokenizer, start_ids: tuple[int, ...] = ()) -> None:
+    context_tokens: bounds the work on a hopelessly long text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, context_tokens: int, start_ids: tuple[int, ...] = ()
+    ) -> None:
         added = tokenizer.get_added_tokens_decoder()
         unmarked = [t for t in added.values() if not t.special and looks_control(t.content)]
         if unmarked:
             tokenizer.add_special_tokens([_as_control(token) for token in unmarked])
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
+        self._context_tokens = context_tokens
         self.start_ids = start_ids
         self._literal_bytes = {i: token.content.encode() for i, token in added.items()}
         special = {
@@ -35,10 +48,14 @@ class Tokens:
         self._eats_right = frozenset(token.content for token in special.values() if token.rstrip)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text; literals of control tokens are text too."""
+        """Ids of plain text; literals of control tokens are text too.
+
+        Raises RequestError("context_length_exceeded") for a text far beyond the context.
+        """
         if not text:
             return []
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        self._refuse_hopeless(text)
+        ids = self._raw_ids(text)
         if not self._control_ids.isdisjoint(ids):
             raise RequestError(
                 "invalid_request", "the text spells a control token this model cannot keep apart"
@@ -73,6 +90,27 @@ class Tokens:
             return ids
         finally:
             self._tokenizer.encode_special_tokens = True
+
+    def _raw_ids(self, text: str) -> list[int]:
+        # Only the batch call releases the interpreter lock; a long text would stop the loop.
+        if len(text) > LONG_CHARS:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        else:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _refuse_hopeless(self, text: str) -> None:
+        trial_chars = max(LONG_CHARS, _TRIAL_CHARS_PER_TOKEN * self._context_tokens)
+        if len(text) <= trial_chars:
+            return
+        count = len(self._raw_ids(text[:trial_chars]))
+        if count > _BEYOND_DOUBT * self._context_tokens:
+            raise RequestError(
+                "context_length_exceeded",
+                f"the prompt has more than {count} tokens but the model's context is "
+                f"{self._context_tokens} tokens; shorten it",
+            )
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's bytes, a control token's literal included; b"" for an unknown id."""
