@@ -51,11 +51,14 @@ QUICK = Plan((1, 4, 8, 16), rounds=1, requests_per_client=1, max_tokens=24, idle
 def main() -> int:
     arguments = parse()
     plan = QUICK if arguments.quick else FULL
+    load_before = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         llama = stack.enter_context(llama_side(arguments))
         edged = stack.enter_context(edged_side(arguments))
         sides = (edged, llama)
         print(f"bench: {arguments.model.name}, {arguments.threads} threads, {plan}", flush=True)
+        if load_before > 0.5:
+            print(f"bench: load average {load_before:.1f} before the start: expect noise")
         words = single_token_words(llama.base)
         samples = measure(sides, plan, words)
         result = ratios(samples, plan) | footprint(edged, llama, plan.idle_s, samples, words)

@@ -65,7 +65,7 @@ def edged_side(arguments: argparse.Namespace) -> Iterator[Side]:
     command = [sys.executable, "-m", "edged", "run"]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as child:
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as child:
         try:
             wait_until_ready(child, base)
             yield Side("edged", base, model_of(base), psutil.Process(child.pid))

@@ -26,7 +26,7 @@ class Exchange:
     """One request: when it was sent, when each piece of the answer came."""
 
     sent_s: float
-    status: int = 0
+    status: str = "no answer"
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
 
 
@@ -34,7 +34,8 @@ async def load(job: dict[str, Any]) -> dict[str, Any]:
     """Run the job; see summary() for what comes back."""
     waiting = deque(enumerate(job["prompts"]))
     exchanges: list[Exchange] = []
-    connector = aiohttp.TCPConnector(limit=job["clients"])
+    # A connection per request: llama.cpp's server closes one after a stream without saying so.
+    connector = aiohttp.TCPConnector(limit=job["clients"], force_close=True)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(job["base"], connector=connector, timeout=timeout) as session:
 
@@ -68,11 +69,14 @@ def body_of(job: dict[str, Any], seed: int, prompt: list[int]) -> dict[str, Any]
 
 
 async def ask(session: aiohttp.ClientSession, body: dict[str, Any], exchange: Exchange) -> None:
-    async with session.post("/v1/completions", json=body) as reply:
-        exchange.status = reply.status
-        async for line in reply.content:
-            if line.startswith(b"data: "):
-                exchange.pieces.append((time.perf_counter(), line[6:].strip()))
+    try:
+        async with session.post("/v1/completions", json=body) as reply:
+            exchange.status = str(reply.status)
+            async for line in reply.content:
+                if line.startswith(b"data: "):
+                    exchange.pieces.append((time.perf_counter(), line[6:].strip()))
+    except aiohttp.ClientError as error:
+        exchange.status = repr(error)
 
 
 def summary(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
@@ -88,7 +92,7 @@ def summary(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
                 found["errors"].append(str(piece["error"]))
             if any(choice.get("text") for choice in piece.get("choices", ())):
                 texts.append(at_s)
-        if exchange.status != 200 or usage is None or not texts:
+        if exchange.status != "200" or usage is None or not texts:
             found["errors"].append(f"status {exchange.status}, {len(texts)} pieces of text")
             continue
         found["completion_tokens"] += usage["completion_tokens"]
