@@ -6,32 +6,17 @@ What the worker checks at load and what the daemon needs to know without opening
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import edged
-from edged.export._tokenizer_fallback import TokenizerInfo, export_tokenizer
 from edged.export.gguf_source import GgufSource
 from edged.export.hf_source import HfSource
+from edged.export.tokenizer import TOKENIZER_FILE, export_tokenizer
 from edged.models import EXPORTER_VERSION
 
 CONTRACT = "edged-graph"
 CONTRACT_VERSION = 2
-TOKENIZER_FILE = "tokenizer.json"
-# Control tokens that end a turn, whatever the file names as its end-of-sequence token.
-_ENDS = frozenset(
-    (
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end_of_text|>",
-        "<|end|>",
-        "<|eot|>",
-        "</s>",
-    )
-)
 
 
 def manifest(
@@ -57,7 +42,7 @@ def manifest(
         "weights_dtype": dtype,
         "cache_dtype": "fp16" if dtype == "fp16" else "fp32",
         "rope": {"theta": h.rope.theta, "scaling": h.rope.scaling},
-        "eos_ids": eos_ids(folder, text),
+        "eos_ids": list(text.eos_ids),
         "bos_id": text.bos_id,
         "add_bos": text.add_bos,
         "bos_token": text.bos_token,
@@ -68,16 +53,10 @@ def manifest(
             "sha256": _sha256(source.paths),
         },
         "tokenizer_sha256": _sha256([folder / TOKENIZER_FILE]),
+        "tokenizer_hash": text.tokenizer_hash,
         "exporter_version": EXPORTER_VERSION,
         "edged_version": edged.__version__,
     }
-
-
-def eos_ids(folder: Path, text: TokenizerInfo) -> list[int]:
-    """The file's own end tokens and every control token that ends a turn, ascending."""
-    added = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))["added_tokens"]
-    known = {item["id"] for item in added if item["special"] and item["content"] in _ENDS}
-    return sorted(known | set(text.eos_ids))
 
 
 def _sha256(paths: list[Path]) -> str:

@@ -60,8 +60,8 @@ def export(model: Path, out: Path, dtype: str = "int8", hide_bar: bool | None = 
     source = open_source(model)
     with _beside(out) as folder:
         _check_room(source, folder, dtype)
+        described = manifest(source, model, folder, dtype)  # first: it may refuse the tokenizer
         _graph(source, folder, dtype, hide_bar)
-        described = manifest(source, model, folder, dtype)
         text = json.dumps(described, indent=1, ensure_ascii=False) + "\n"
         (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
