@@ -36,7 +36,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "text": (),
     "worker": ("wire", "text.constraint"),
     "guard": (),
-    "twin": ("scheduler", "ladder", "guard", "worker.plan", "wire"),
+    "twin": ("scheduler", "queue", "ladder", "guard", "worker.plan", "worker.even_pace", "wire"),
     "export": ("models",),
 }
 HEAVY = ("numpy", "gguf", "onnx", "onnxruntime", "safetensors", "acl", "xllamacpp")

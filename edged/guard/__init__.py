@@ -1,0 +1,1 @@
+"""The thermal guard: readings in, Limits and lever targets out. Open policy.py first."""
