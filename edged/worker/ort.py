@@ -179,6 +179,9 @@ def _open(spec: ModelSpec, threads: int) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
+    # Spinning threads take the cores from the daemon (2 x slower steps on a busy machine), heat
+    # the chip and make an idle worker cost CPU.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3  # errors only: the daemon logs what we print
     try:
         session = ort.InferenceSession(
