@@ -37,7 +37,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "worker": ("wire", "text.constraint"),
     "guard": (),
     "twin": ("scheduler", "queue", "ladder", "guard", "worker.plan", "worker.even_pace", "wire"),
-    "export": ("models",),
+    "export": ("models", "text.vocabulary"),
 }
 HEAVY = ("numpy", "gguf", "onnx", "onnxruntime", "safetensors", "acl", "xllamacpp")
 

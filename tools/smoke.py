@@ -30,8 +30,8 @@ def main() -> int:
         port = free_port()
         command = [sys.executable, "-m", "edged", "run", "--set", f"http.port={port}"]
         command += ["--set", f"http.unix_socket={folder}/api.sock"]
-        with log.open("wb") as stderr:
-            daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=stderr)
+        with log.open("wb") as out:
+            daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
             print(f"smoke: Python {platform.python_version()}: {check(daemon, port)}")
         except SmokeError as error:
