@@ -116,7 +116,7 @@ class Tokens:
         """A token's bytes, a control token's literal included; b"" for an unknown id."""
         if token_id in self._literal_bytes:
             return self._literal_bytes[token_id]
-        piece = self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
+        piece = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
         return piece_bytes(piece) if piece is not None else b""
 
     def text_bytes(self, token_id: int) -> bytes:
