@@ -229,6 +229,44 @@ async def test_a_body_must_say_that_it_is_json(site: Site, content_type: str) ->
     assert (await raw_post(site, GOOD, content_type="application/json; charset=UTF-8"))[0] == 200
 
 
+async def test_half_characters_anywhere_are_no_500(site: Site) -> None:
+    """Lone surrogates in names, headers and paths are quoted safely or refused."""
+    for name in (b'"\\ud800"', b'"\\udfff\\ud800"'):
+        status, _ = await raw_post(site, GOOD[:-1] + b", " + name + b": 1}")
+        assert status in (200, 400)
+    for head in (
+        b"GET /v1/models/%ff%fe HTTP/1.1\r\nHost: localhost\r\n",
+        b"GET /v1/models/\xff HTTP/1.1\r\nHost: localhost\r\n",
+        b"GET /\xc3\x28 HTTP/1.1\r\nHost: localhost\r\n",
+        b"GET / HTTP/1.1\r\nHost: \xff\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nOrigin: \xff\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nx-request-id: \xff\r\nAuthorization: \xff\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: \xff\r\n",
+        b"OPTIONS / HTTP/1.1\r\nHost: localhost\r\nAccess-Control-Request-Method: \xff\r\n",
+    ):
+        async with connected(site) as raw:
+            raw.writer.write(head + b"\r\n")
+            assert (await raw.answer())[0] < 500
+    await next_one_works(site)
+
+
+@pytest.mark.parametrize("length", [len(GOOD), 50_000_000])
+async def test_an_upload_that_asks_first_is_told_in_time(site: Site, length: int) -> None:
+    """Expect: 100-continue gets its 100 only when the body is wanted, else the refusal."""
+    async with connected(site) as raw:
+        raw.send(
+            f"POST {CHAT} HTTP/1.1\nContent-Type: application/json\nExpect: 100-continue\n"
+            f"Content-Length: {length}"
+        )
+        status, _, _ = await raw.answer()
+        if length == len(GOOD):
+            assert status == 100
+            raw.writer.write(GOOD)
+            assert (await raw.answer())[0] == 200
+        else:
+            assert status == 413
+
+
 async def test_a_huge_body_is_refused_unread(site: Site) -> None:
     """A body over the limit is 413 as soon as its length is known."""
     async with connected(site) as raw:

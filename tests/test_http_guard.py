@@ -19,7 +19,7 @@ from fakes_http import Site, chat_body, connected, serving
 from edged.config import Http
 from edged.errors import ConfigError, RequestError
 from edged.ingress.http import ListenError
-from edged.ingress.http.guard import Guard
+from edged.ingress.http.guard import Guard, is_local
 from edged.ingress.http.keys import ApiKeys
 
 CHAT = "/v1/chat/completions"
@@ -300,3 +300,22 @@ async def test_stop_may_be_called_twice(tmp_path: Path) -> None:
     async with serving(tmp_path) as site:
         await site.server.stop()
         await asyncio.wait_for(site.server.stop(), 5)
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("", True),
+        ("127.0.0.1", True),
+        ("127.8.0.1", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("192.168.1.5", False),
+        ("12.7.0.1", False),
+        ("fe80::1", False),
+        ("unknown", False),
+    ],
+)
+def test_metrics_without_a_key_are_for_this_machine_only(address: str, local: bool) -> None:
+    """Loopback in every spelling is local, everything else is not."""
+    assert is_local(address) is local

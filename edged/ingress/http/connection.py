@@ -7,6 +7,7 @@ middleware; it is answered here.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 
 import structlog
@@ -36,10 +37,10 @@ Answered = Callable[[str, str, int], None]
 class Connection(RequestHandler):
     """One per client connection. answered: (ingress, route, status), for the metrics."""
 
-    __slots__ = ("_answered", "_server")
+    __slots__ = ("_answered", "_node", "_server")
 
     def __init__(
-        self, server: web.Server, loop: asyncio.AbstractEventLoop, answered: Answered
+        self, server: web.Server, loop: asyncio.AbstractEventLoop, node: str, answered: Answered
     ) -> None:
         super().__init__(
             server,
@@ -49,6 +50,7 @@ class Connection(RequestHandler):
             access_log=None,  # type: ignore[arg-type]
         )
         self._server = server
+        self._node = node
         self._answered = answered
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -67,13 +69,18 @@ class Connection(RequestHandler):
         """The answer to a request that could not be read; the connection ends with it."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has already begun")
-        error = _read_error(status, exc)
+        error, number = _read_error(status, exc), secrets.token_hex(12)
         if error.code == "internal_error":
-            log.error("connection_crashed", exc_info=exc)
+            log.error("connection_crashed", request_id=number, exc_info=exc)
         else:
-            log.info("unreadable_request", client=request.remote, code=error.code)
+            log.info(
+                "unreadable_request", request_id=number, client=request.remote, code=error.code
+            )
         self._answered("http", "other", error.spec.status)
         response = error_response(error)
+        response.headers.update(
+            {"x-request-id": number, "edged-node": self._node, "Server": "edged"}
+        )
         response.force_close()
         return response
 

@@ -35,7 +35,8 @@ _CLOSING = ("request_timeout", "payload_too_large", "headers_too_large", "shutti
 def error_json(error: RequestError) -> dict[str, Any]:
     return {
         "error": {
-            "message": error.message,
+            # What a client sent may be quoted in it, half characters included.
+            "message": error.message.encode("utf-8", "replace").decode(),
             "type": error.spec.type,
             "param": error.param,
             "code": error.code,

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import structlog
@@ -23,7 +23,7 @@ from edged.ingress.http.bodies import Body, ChatBody, CompletionBody, decode
 from edged.ingress.http.call import CALL, Call
 from edged.ingress.http.errors import error_json, finish_error
 from edged.ingress.http.reading import SMALL_BYTES, BodyReader
-from edged.ingress.http.replies import ChatReply, Head, Reply, TextReply
+from edged.ingress.http.replies import ChatReply, Head, Reply, TextReply, fingerprint
 from edged.ingress.http.sse import Sse
 from edged.ingress.messages import invalid
 from edged.ingress.prepare import Catalog, prepare
@@ -36,6 +36,8 @@ log = structlog.get_logger("edged.http")
 # that clients know how to retry.
 EARLY_S = 1.0
 MAX_DEADLINE_MS = 3_600_000
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Generation:
@@ -50,6 +52,9 @@ class Generation:
         self._metrics = metrics
         self._bodies = BodyReader(config)
         self.draining = False
+
+    def routes(self) -> dict[str, Handler]:
+        return {"/v1/chat/completions": self.chat, "/v1/completions": self.completion}
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, ChatBody, ChatReply, "chatcmpl-")
@@ -71,14 +76,18 @@ class Generation:
         call.stream = bool(body.stream)
         call.request = request = await self._prepared(http, body, call)
         options = body.stream_options
+        text = self._catalog.find(request.model).text
         head = Head(
             id=prefix + request.id,
             created_s=int(time.time()),
-            text=self._catalog.find(request.model).text,
+            text=text,
             with_usage=bool(body.stream and options and options.include_usage),
             with_logprobs=request.sampling.logprobs is not None,
+            fingerprint=fingerprint(text),
             ignored=ignored,
         )
+        if http.transport is None:
+            raise ConnectionResetError("the client left while its request was prepared")
         stream = self._scheduler.submit(request)
         async with contextlib.aclosing(stream):
             if body.stream:

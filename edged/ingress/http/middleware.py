@@ -36,6 +36,7 @@ class Gate:
         """Headers of every answer, streams included."""
         call = request.get(CALL)
         response.headers["edged-node"] = self._node
+        response.headers["Server"] = "edged"  # nobody needs to know our versions
         if call is not None:
             response.headers["x-request-id"] = call.request_id
             response.headers.update(call.cors)

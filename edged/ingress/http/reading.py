@@ -13,6 +13,11 @@ SMALL_BYTES = 64 * 1024  # up to this a body needs no permit and is decoded on t
 MAX_LARGE = 16
 
 
+async def expect_later(request: web.Request) -> None:
+    """For routes whose body BodyReader reads: "100 Continue" waits until it is wanted, so a
+    refused upload never starts."""
+
+
 class BodyReader:
     """One per server."""
 
@@ -26,15 +31,23 @@ class BodyReader:
         length = request.content_length
         if length is not None and length > self._max_bytes:
             raise self._too_large()
+        # Not wait_for: before Python 3.12 it can swallow the cancellation by a disconnect.
+        reading = asyncio.ensure_future(self._permitted(request, length))
         try:
-            return await asyncio.wait_for(self._permitted(request, length), self._timeout_s)
-        except asyncio.TimeoutError:
-            message = f"the body did not arrive within {self._timeout_s:g} s"
-            raise RequestError("request_timeout", message) from None
+            await asyncio.wait({reading}, timeout=self._timeout_s)
+            if not reading.done():
+                message = f"the body did not arrive within {self._timeout_s:g} s"
+                raise RequestError("request_timeout", message)
+            return reading.result()
         except web.RequestPayloadError:  # broken chunks or compression
             raise RequestError("invalid_request", "the body's encoding is broken") from None
+        finally:
+            reading.cancel()
 
     async def _permitted(self, request: web.Request, length: int | None) -> bytes:
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # the answer itself has not begun
         if length is not None and length <= SMALL_BYTES:
             return await self._all(request)
         async with self._large:

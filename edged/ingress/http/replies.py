@@ -28,6 +28,7 @@ class Head:
     text: TextModel
     with_usage: bool
     with_logprobs: bool
+    fingerprint: str
     ignored: tuple[str, ...] = ()
 
     def object(self, kind: str, choices: list[Json]) -> Json:
@@ -36,7 +37,7 @@ class Head:
             "object": kind,
             "created": self.created_s,
             "model": self.text.name,
-            "system_fingerprint": fingerprint(self.text),
+            "system_fingerprint": self.fingerprint,
             "choices": choices,
         }
 

@@ -17,6 +17,7 @@ from edged.ingress.http.info import Info
 from edged.ingress.http.keys import ApiKeys
 from edged.ingress.http.listen import SocketFile, listen_tcp, listen_unix
 from edged.ingress.http.middleware import Gate
+from edged.ingress.http.reading import expect_later
 from edged.metrics import Metrics
 from edged.scheduler import Scheduler
 from edged.status import Status
@@ -41,6 +42,7 @@ class HttpServer:
         status: Callable[[], Status],
     ) -> None:
         self._config = config
+        self._node = node
         self._metrics = metrics
         self._generation = Generation(config, scheduler, catalog, metrics)
         self._info = Info(catalog, metrics, status)
@@ -49,8 +51,8 @@ class HttpServer:
         app = web.Application(middlewares=[gate.serve])
         app.on_response_prepare.append(gate.on_prepare)
         app.add_routes(self._info.routes())
-        app.router.add_post("/v1/chat/completions", self._generation.chat)
-        app.router.add_post("/v1/completions", self._generation.completion)
+        for path, handler in self._generation.routes().items():
+            app.router.add_post(path, handler, expect_handler=expect_later)
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,  # a client that leaves must free its slot
@@ -95,4 +97,4 @@ class HttpServer:
         server = self._runner.server
         if server is None:
             raise RuntimeError("a connection came in before the start or after the stop")
-        return Connection(server, asyncio.get_running_loop(), self._metrics.answered)
+        return Connection(server, asyncio.get_running_loop(), self._node, self._metrics.answered)

@@ -34,7 +34,6 @@ class Sse:
         self._response = web.StreamResponse(headers=HEADERS)
         self._loop = asyncio.get_running_loop()
         self._last_s = 0.0
-        self._writing = False
         self._pinger: asyncio.Task[None] | None = None
         self.stalled = False  # the connection was cut because the client did not read
 
@@ -72,13 +71,11 @@ class Sse:
 
     async def _limited(self, write: Awaitable[None]) -> None:
         self._last_s = self._loop.time()
-        self._writing = True
         limit = self._loop.call_later(self._config.write_timeout_s, self._cut)
         try:
             await write
         finally:
             limit.cancel()
-            self._writing = False
 
     def _stop_pinging(self) -> None:
         if self._pinger is not None:
@@ -96,10 +93,13 @@ class Sse:
                 idle_s = self._loop.time() - self._last_s
                 if idle_s < interval_s:
                     await asyncio.sleep(interval_s - idle_s)
-                elif self._writing:  # a client that does not read needs no ping either
-                    await asyncio.sleep(interval_s)
-                else:
-                    await self._limited(self._response.write(PING))
+                    continue
+                self._last_s = self._loop.time()
+                # Only into an empty buffer: such a write never waits, so there is never a second
+                # task in the connection's drain (they would share one future and cancel it).
+                transport = self._request.transport
+                if transport is not None and transport.get_write_buffer_size() == 0:
+                    await self._response.write(PING)
 
 
 def _event(data: object) -> bytes:
