@@ -14,7 +14,7 @@ import time
 from typing import Literal
 
 import structlog
-from structlog.typing import Processor
+from structlog.typing import EventDict, Processor
 
 Format = Literal["auto", "console", "json"]
 
@@ -75,12 +75,18 @@ def _formatter(console: bool) -> logging.Formatter:
         render = [
             structlog.processors.format_exc_info,
             structlog.processors.UnicodeDecoder(),
+            _what_first,
             structlog.processors.JSONRenderer(),
         ]
     return structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=_shared(),
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
     )
+
+
+def _what_first(_: object, __: str, event: EventDict) -> EventDict:
+    """When, how bad and what lead the line, for eyes that skim a journal."""
+    return {name: event[name] for name in ("timestamp", "level", "event") if name in event} | event
 
 
 class Handler(logging.Handler):

@@ -58,6 +58,7 @@ def test_off_a_terminal_every_line_is_a_json_object(pipe: tuple[int, int]) -> No
     assert (ours["event"], ours["level"], ours["port"]) == ("ready", "info", 8090)
     assert ours["reason"] == "two\nlines"
     assert ours["logger"] == "edged.app"
+    assert list(ours)[:3] == ["timestamp", "level", "event"]
     assert (theirs["event"], theirs["level"], theirs["logger"]) == (
         "lost broker",
         "warning",
