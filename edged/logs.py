@@ -86,7 +86,8 @@ def _formatter(console: bool) -> logging.Formatter:
 
 def _what_first(_: object, __: str, event: EventDict) -> EventDict:
     """When, how bad and what lead the line, for eyes that skim a journal."""
-    return {name: event[name] for name in ("timestamp", "level", "event") if name in event} | event
+    first = {name: event[name] for name in ("timestamp", "level", "event") if name in event}
+    return {**first, **event}
 
 
 class Handler(logging.Handler):
