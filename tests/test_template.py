@@ -23,7 +23,7 @@ def render(source: str, content: str = "hello", **variables: Any) -> str:
         [{"role": "user", "content": content}], variables.pop("tools", None), variables
     )
     parts = marks.split(found)
-    parts[1::2] = [f"[[{marks.literal(mark)}]]" for mark in parts[1::2]]
+    parts[1::2] = [f"[[{literal}]]" for literal in parts[1::2]]
     return "".join(parts)
 
 

@@ -208,6 +208,51 @@ def test_tool_arguments_reach_the_template_as_an_object(
     assert shape(model, ids) == [f"f {expected}f", "<|end|>", ""]
 
 
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("c.function.arguments", '{"city": "Bern"}'),
+        ("c.function.arguments + ''", '{"city": "Bern"}'),
+        ("c.function.arguments | tojson", '{"city": "Bern"}'),
+        ("c.function.arguments.city", "Bern"),
+        ("(c.function | tojson)", '{"name": "f", "arguments": {"city": "Bern"}}'),
+    ],
+)
+@pytest.mark.parametrize("sent", ['{"city": "Bern"}', {"city": "Bern"}])
+def test_tool_arguments_come_in_the_form_the_template_was_written_for(
+    tmp_path: Path, printed: str, expected: str, sent: object
+) -> None:
+    """Some templates join arguments as text, others print an object as JSON: neither breaks."""
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ "
+        + printed
+        + " }}{% endfor %}{% endfor %}<|end|>"
+    )
+    model = TextModel.load(write_model(tmp_path, source))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": sent}}
+    ids = chat(model, user("q"), ChatMessage("assistant", tool_calls=[call]))
+    assert shape(model, ids) == [expected, "<|end|>", ""]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% if m.content is not none %}[{{ m.content }}]{% endif %}", ""),
+        ("{{ '[' + m.content + ']' }}", "[]"),
+        ("[{{ m.content }}]", "[]"),
+    ],
+)
+def test_absent_text_beside_tool_calls_suits_the_template(
+    tmp_path: Path, source: str, expected: str
+) -> None:
+    """None for templates that ask for it, empty text for those that would stumble or print it."""
+    whole = "{% for m in messages if m.tool_calls %}" + source + "{% endfor %}<|end|>"
+    model = TextModel.load(write_model(tmp_path, whole))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    ids = chat(model, user("q"), ChatMessage("assistant", tool_calls=[call]))
+    assert shape(model, ids) == [expected, "<|end|>", ""]
+
+
 def test_a_developer_message_is_passed_on(models: dict[str, TextModel]) -> None:
     """Roles are the template's business: none is renamed or dropped."""
     parts = shape(models["headers"], chat(models["headers"], ChatMessage("developer", "be brief")))

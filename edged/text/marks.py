@@ -60,12 +60,10 @@ class ControlMarks:
         return bool(made)
 
     def split(self, rendered: str) -> list[str]:
-        """Text, mark, text, mark, ..., text."""
-        return _MARK.split(rendered)
-
-    def literal(self, mark: str) -> str:
-        """What a mark stands for. Raises KeyError for a surrogate that is none."""
-        return self._literal_of[mark]
+        """Text, control literal, text, control literal, ..., text."""
+        parts = _MARK.split(rendered)
+        parts[1::2] = [self._literal_of[mark] for mark in parts[1::2]]
+        return parts
 
     def unmark(self, text: str) -> str:
         """The text as a reader would see it, literals for marks."""

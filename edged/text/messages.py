@@ -26,7 +26,7 @@ class ChatMessage:
 
     content: text (parts already joined); None = no text, as beside tool calls.
     tool_calls: OpenAI's objects ({"id", "type", "function": {"name", "arguments"}}); arguments
-    given as a JSON object in a string reach the template as an object, as templates expect.
+    reach the template as an object or as JSON text, whichever it was written for.
     extra: further fields a template may read ("reasoning_content", ...).
     """
 
@@ -38,24 +38,40 @@ class ChatMessage:
     extra: Mapping[str, object] | None = None
 
 
+@dataclass(frozen=True)
+class Habits:
+    """What a template takes for granted about tool calls.
+
+    argument_objects: arguments are objects, not JSON text. null_content: the absent text of a
+    message with tool calls is none, not "".
+    """
+
+    argument_objects: bool = True
+    null_content: bool = False
+
+
 class TemplateValues:
     """Turns the values of one request into fresh plain ones. chars: characters seen so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, habits: Habits = Habits()) -> None:
         self.chars = 0
+        self._habits = habits
         self._values = 0
 
     def message(self, message: ChatMessage, where: str) -> dict[str, Any]:
-        """The object a template sees. Absent fields are left out; absent text is ""."""
+        """The object a template sees. Absent fields are left out."""
         self.chars += _MESSAGE_CHARS
+        no_text = None if message.tool_calls and self._habits.null_content else ""
+        content = no_text if message.content is None else message.content
         fields: dict[str, object] = dict(message.extra or {})
-        fields |= {"role": message.role, "content": message.content or ""}
+        fields |= {"role": message.role, "content": content}
         if message.name is not None:
             fields["name"] = message.name
         if message.tool_call_id is not None:
             fields["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
-            fields["tool_calls"] = [_opened(call) for call in message.tool_calls]
+            change = _opened if self._habits.argument_objects else _closed
+            fields["tool_calls"] = [change(call) for call in message.tool_calls]
         return {key: self.plain(value, f"{where}.{key}") for key, value in fields.items()}
 
     def plain(self, value: object, where: str, depth: int = 0) -> Any:
@@ -104,13 +120,32 @@ def _shown(where: str) -> str:
 
 def _opened(call: Mapping[str, object]) -> dict[str, object]:
     """A tool call whose arguments are an object if they are one written as JSON text."""
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    function, arguments = _arguments(call)
+    if not isinstance(arguments, str):
         return dict(call)
     try:
-        arguments = json.loads(function["arguments"])
+        opened = json.loads(arguments)
     except (ValueError, RecursionError):
         return dict(call)
-    if not isinstance(arguments, dict):
+    if not isinstance(opened, dict):
         return dict(call)
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": opened}}
+
+
+def _closed(call: Mapping[str, object]) -> dict[str, object]:
+    """A tool call whose arguments are JSON text, as OpenAI's clients send them."""
+    function, arguments = _arguments(call)
+    if not isinstance(arguments, Mapping):
+        return dict(call)
+    try:
+        text = json.dumps(arguments, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def _arguments(call: Mapping[str, object]) -> tuple[Mapping[str, object], object]:
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return {}, None
+    return function, function.get("arguments")

@@ -18,7 +18,7 @@ from edged.errors import RequestError
 from edged.text.chat import Chat, RenderJob
 from edged.text.detokenizer import Detokenizer
 from edged.text.loading import load_parts
-from edged.text.messages import ChatMessage, TemplateValues, checked_text
+from edged.text.messages import ChatMessage, checked_text
 from edged.text.stops import StopMatcher
 from edged.text.tokens import LONG_CHARS, Tokens
 
@@ -79,9 +79,8 @@ class TextModel:
         their literals are plain text. Raises RequestError: template_error,
         invalid_request (param names the field).
         """
-        values = TemplateValues()
-        job = self._chat.job(values, messages, tools, template_kwargs, add_generation_prompt)
-        if values.chars > LONG_CHARS:
+        job = self._chat.job(messages, tools, template_kwargs, add_generation_prompt)
+        if job.chars > LONG_CHARS:
             return await self._off_loop(lambda: self._chat_ids(job))
         return self._chat_ids(job)
 
