@@ -115,7 +115,7 @@ def decode(data: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
         raise _not_json(str(error)) from None
     known = {*body.__struct_fields__, *NEUTRAL}
     ignored = [name for name in fields if name not in known][:MAX_REPORTED_NAMES]
-    return body, tuple(name[:64].encode("utf-8", "replace").decode() for name in ignored)
+    return body, tuple(name[:64] for name in ignored)
 
 
 def _parse(data: bytes) -> dict[str, Any]:
