@@ -84,10 +84,10 @@ def _models(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     checked = config.load(arguments.config, tuple(arguments.sets))
     logs.configure(checked.log.level, checked.log.format)
-    from edged import app, models
-    from edged.systemd import Notifier
+    from edged import app, models, systemd
 
-    notifier = Notifier.from_environ(os.environ)
+    notifier = systemd.Notifier.from_environ(os.environ)
+    systemd.forget(os.environ)  # children never see them
     notifier.status("preparing the model")
     state_dir = Path(checked.state_dir)
     model_dir = models.ensure_exported(_source(checked, state_dir), state_dir, checked.cpu.dtype)

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import sys
+import urllib.parse
 import uuid
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -212,9 +213,23 @@ def _checked(config: Config) -> Config:
             f"http.host: {config.http.host} is not loopback; set http.api_keys_file first "
             "(one name:sha256 per line), or use 127.0.0.1 and the Unix socket"
         )
-    if config.mqtt.url and not re.match(r"mqtts?://[^/:]+(:\d+)?/?$", config.mqtt.url):
-        raise ConfigError("mqtt.url: use mqtt://host[:port] or mqtts://host[:port]")
+    if config.mqtt.url and not _is_broker_url(config.mqtt.url):
+        raise ConfigError(
+            "mqtt.url: use mqtt://host[:port] or mqtts://host[:port]; the user goes into "
+            "mqtt.username, the password into mqtt.password_file"
+        )
     return config
+
+
+def _is_broker_url(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    bare = parts.path in ("", "/") and not parts.query and not parts.fragment
+    named = bool(parts.hostname) and "@" not in parts.netloc and port != 0
+    return parts.scheme in ("mqtt", "mqtts") and named and bare
 
 
 def is_loopback(host: str) -> bool:

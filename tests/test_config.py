@@ -177,14 +177,16 @@ def test_loopback_needs_no_keys(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["mqtt://broker", "mqtts://broker:8883", "mqtt://10.0.0.1/", "mqtt://b.example:1883"]
+    "url", ["mqtt://broker", "mqtts://broker:8883", "mqtt://[::1]:1883", "mqtt://b.example:1883/"]
 )
 def test_broker_urls_that_work(url: str) -> None:
     """Host, optional port, with or without TLS."""
     assert config.load(None, (f"mqtt.url={url}",)).mqtt.url == url
 
 
-@pytest.mark.parametrize("url", ["broker", "tcp://broker", "mqtt://", "mqtt://b:port", "http://b"])
+@pytest.mark.parametrize(
+    "url", ["broker", "tcp://b", "mqtt://", "mqtt://b:port", "mqtt://user:pw@b", "mqtt://b/x"]
+)
 def test_broker_urls_that_do_not(url: str) -> None:
     """Anything else is refused with the two forms that work."""
     with pytest.raises(ConfigError, match=r"mqtt\.url.*mqtts://host"):

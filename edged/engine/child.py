@@ -22,7 +22,8 @@ from edged.errors import EngineFault, WireError
 log = structlog.get_logger("edged.worker")
 
 _STDERR_LINES_PER_S = 20
-_KILL_AFTER_S = 5.0
+_KILL_AFTER_S = 5.0  # a worker asked to go
+_KILL_AFTER_CLOSE_S = 1.0  # a worker whose socket is closed
 
 
 WORKER = (sys.executable, "-m", "edged.worker")
@@ -119,8 +120,8 @@ class Child(asyncio.Protocol):
             self.kill()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # The exit watcher knows the cause; a worker that only closed its socket is killed.
-        self.kill()
+        # The exit watcher will tell the cause; a worker that only closed its socket is killed.
+        asyncio.get_running_loop().call_later(_KILL_AFTER_CLOSE_S, self.kill)
 
     async def _watch_exit(self) -> None:
         assert self._process is not None

@@ -196,9 +196,11 @@ class WorkerEngine:
         """The child is dead: every stream in it ends here, whatever the cause."""
         self._cancel_deadline()
         detail = f"{self._cause} ({cause})" if self._cause else cause
-        if not self._stopping:
+        if self._stopping:
+            self._set_state("off", "stopped")
+        else:
             log.error("engine_died", engine=self.name, cause=detail, streams=len(self._runs))
-        self._set_state("failed", detail)
+            self._set_state("failed", detail)
         fault = EngineFault(f"engine {self.name} died: {detail}")
         runs, self._runs = self._runs, {}
         for run in runs.values():
