@@ -24,6 +24,9 @@ _BEYOND_DOUBT = 1.25
 class Tokens:
     """control: literal -> id of the control tokens. start_ids: (bos,) where the model wants it.
 
+    Added tokens that are not control tokens (<tool_call>, <think>, runs of blanks) are part of
+    the text's vocabulary wherever they come from, as in llama.cpp and Hugging Face.
+
     context_tokens: bounds the work on a hopelessly long text.
     """
 
