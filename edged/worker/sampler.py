@@ -6,6 +6,7 @@ elsewhere draws the same numbers. A row that is not finite is a fault, never a t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +16,11 @@ import numpy.typing as npt
 from edged.wire import Submit
 
 FAULT = -1
-_BLOCK = 64
+_GROUP = 64
+_COLDEST = 1e-6  # below it temperature is greedy anyway, and 1 / it overflows
 _UINT64 = (1 << 64) - 1
 Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
 Logprobs = tuple[float, list[tuple[int, float]]]
 
 
@@ -79,16 +82,20 @@ class Sampler:
     def __init__(self, vocab_tokens: int) -> None:
         self._vocab = vocab_tokens
         self._row = np.empty(vocab_tokens, np.float32)
-        self._weights = np.empty(vocab_tokens, np.float32)
-        self._blocks = np.arange(0, vocab_tokens, _BLOCK)
+        # Groups of ids a column apart; the ids that fill the last group up weigh 0.
+        self._groups = np.zeros((_GROUP, -(-vocab_tokens // _GROUP)), np.float32)
+        self._weights = self._groups.reshape(-1)[:vocab_tokens]
+        # All ids less likely than exp(-tail) times the likeliest weigh less than float32 rounding.
+        self._tail = math.log(vocab_tokens) + 24 * math.log(2)
         self._generator = np.random.Philox(key=0)
         self._state: Any = self._generator.state
 
     def draw(self, logits: Floats, draws: Sequence[tuple[int, Draw]]) -> list[Drawn]:
         """One token for each (row of logits, Draw); logits [B, V] are left as they are."""
         logits = logits[:, : self._vocab]
-        finite = np.isfinite(logits.sum(axis=1))
-        likeliest = logits.argmax(axis=1)
+        likeliest = logits.argmax(axis=1)  # of a NaN, if there is one
+        peaks = logits[np.arange(len(logits)), likeliest]
+        finite = np.isfinite(peaks) & np.isfinite(logits.min(axis=1))
         return [
             Drawn(FAULT)
             if not finite[row]
@@ -117,58 +124,77 @@ class Sampler:
         else:
             token = self._pick(row, draw.ask, self.uniform(draw.ask.seed, draw.index))
         wanted = draw.ask.logprobs
-        return Drawn(token, self._logprobs(raw, token, wanted) if wanted >= 0 else None)
-
-    def _logprobs(self, raw: Floats, token: int, top: int) -> Logprobs:
-        """Of the raw distribution: before temperature and penalties."""
-        peak = raw.max()
-        np.exp(np.subtract(raw, peak, out=self._weights), out=self._weights)
-        total = float(peak) + float(np.log(self._weights.sum()))
-        best = np.argpartition(raw, -top)[-top:] if top else np.zeros(0, np.int64)
-        best = best[np.lexsort((best, -raw[best]))]
-        rivals = [(int(i), float(raw[i]) - total) for i in best]
-        return float(raw[token]) - total, rivals
+        return Drawn(token, _logprobs(raw, token, wanted) if wanted >= 0 else None)
 
     def _pick(self, row: Floats, ask: Submit, uniform: float) -> int:
         """Temperature, then min_p, top_k, top_p, each over what the rules before it left."""
+        temperature = max(ask.temperature, _COLDEST)
+        peak = row.max()
+        if ask.min_p <= 0 and ask.top_k <= 0 and ask.top_p >= 1:
+            return self._pick_of_all(row, peak, temperature, uniform)
+        reach = -math.log(ask.min_p) if ask.min_p > 0 else self._tail
+        floor = peak - np.float32(min(reach, self._tail) * temperature)
+        if ask.top_k > 0:
+            floor = max(floor, _at_most_kth(row, ask.top_k))
+        ids = np.flatnonzero(row >= floor)
+        weights = np.exp((row[ids] - peak) / np.float32(temperature))  # the likeliest weighs 1
+        if ask.top_k > 0 or ask.top_p < 1:
+            ids, weights = _best(ids, weights, ask.top_k, ask.top_p)
+        return int(ids[_locate(weights, uniform)])
+
+    def _pick_of_all(self, row: Floats, peak: Any, temperature: float, uniform: float) -> int:
+        """Among the whole vocabulary: a group by the groups' sums, then an id in the group."""
         weights = self._weights
-        np.subtract(row, row.max(), out=weights)
-        np.divide(weights, np.float32(max(ask.temperature, 1e-6)), out=weights)
-        np.exp(weights, out=weights)  # the likeliest weighs 1
-        floor = ask.min_p
-        if 0 < ask.top_k < len(weights):
-            floor = max(floor, float(np.partition(weights, -ask.top_k)[-ask.top_k]))
-        if floor <= 0 and ask.top_p >= 1:
-            return self._search(weights, uniform)
-        ids = np.flatnonzero(weights >= floor) if floor > 0 else np.arange(len(weights))
-        kept = weights[ids]
-        mass = float(kept.sum())
-        if ask.top_p < 1:
-            # All ids under this weight together hold less than the part that top_p cuts off.
-            worth = kept >= (1 - ask.top_p) * mass / len(kept)
-            ids, kept = ids[worth], kept[worth]
-        order = np.argsort(-kept, kind="stable")
-        if ask.top_k > 0 and len(order) > ask.top_k:  # equals of the last one
-            order = order[: ask.top_k]
-            mass = float(kept[order].sum())
-        ids, sums = ids[order], np.cumsum(kept[order], dtype=np.float64)
-        if ask.top_p < 1:
-            enough = int(np.searchsorted(sums, ask.top_p * mass)) + 1
-            ids, sums = ids[:enough], sums[:enough]
-        return int(ids[_locate(sums, uniform * sums[-1])])
-
-    def _search(self, weights: Floats, uniform: float) -> int:
-        """Inverse of the cumulative sum, block by block: no sum over the whole vocabulary."""
-        sums = np.cumsum(np.add.reduceat(weights, self._blocks), dtype=np.float64)
-        target = uniform * sums[-1]
-        block = _locate(sums, target)
-        before = sums[block - 1] if block else 0.0
-        start = block * _BLOCK
-        inner = np.cumsum(weights[start : start + _BLOCK], dtype=np.float64)
-        return start + _locate(inner, target - before)
+        np.subtract(row, peak, out=weights)
+        np.multiply(weights, np.float32(1 / temperature), out=weights)
+        np.exp(weights, out=weights)
+        sums = self._groups.sum(axis=0)
+        group = _locate(sums, uniform)
+        before, own = float(sums[:group].sum(dtype=np.float64)), float(sums[group])
+        rest = (uniform * float(sums.sum(dtype=np.float64)) - before) / own
+        within = _locate(self._groups[:, group], min(max(rest, 0.0), 1.0))
+        return group + len(sums) * within
 
 
-def _locate(sums: npt.NDArray[np.float64], target: float) -> int:
-    """Index of the entry that lifts the sum above target; never one of weight 0."""
-    index = int(np.searchsorted(sums, target, side="right"))
-    return index if index < len(sums) else int(np.searchsorted(sums, sums[-1], side="left"))
+def _locate(weights: Floats, share: float) -> int:
+    """The entry that lifts the sum above `share` of the whole; never one that weighs 0."""
+    sums = np.cumsum(weights, dtype=np.float64)
+    index = int(np.searchsorted(sums, share * sums[-1], side="right"))
+    return min(index, int(np.searchsorted(sums, sums[-1], side="left")))
+
+
+def _best(ids: Ids, weights: Floats, top_k: int, top_p: float) -> tuple[Ids, Floats]:
+    """The top_k heaviest (0 = all), of these the fewest that hold top_p of their sum."""
+    if not top_k:
+        # Ids under this weight hold, all together, less than the part that top_p cuts off.
+        mass = float(weights.sum(dtype=np.float64))
+        worth = weights >= (1 - top_p) * mass / len(weights)
+        ids, weights = ids[worth], weights[worth]
+    order = np.argsort(-weights, kind="stable")[: top_k or None]
+    ids, weights = ids[order], weights[order]
+    if top_p < 1:
+        sums = np.cumsum(weights, dtype=np.float64)
+        enough = int(np.searchsorted(sums, top_p * (sums[-1] if top_k else mass))) + 1
+        ids, weights = ids[:enough], weights[:enough]
+    return ids, weights
+
+
+def _logprobs(raw: Floats, token: int, top: int) -> Logprobs:
+    """Of the raw distribution: before temperature and penalties."""
+    peak = raw.max()
+    total = float(peak) + math.log(float(np.exp(raw - peak).sum(dtype=np.float64)))
+    rivals: list[tuple[int, float]] = []
+    if top:
+        best = np.flatnonzero(raw >= _at_most_kth(raw, top))
+        best = best[np.argsort(-raw[best], kind="stable")][:top]
+        rivals = [(int(i), float(raw[i]) - total) for i in best]
+    return float(raw[token]) - total, rivals
+
+
+def _at_most_kth(row: Floats, k: int) -> Any:
+    """A value that at least k entries reach, and few more: the k-th largest of group maxima."""
+    width = len(row) // _GROUP
+    if k > width:
+        return -np.inf
+    maxima = row[: width * _GROUP].reshape(_GROUP, width).max(axis=0)
+    return np.partition(maxima, -k)[-k]
