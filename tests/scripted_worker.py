@@ -1,7 +1,8 @@
 """A worker that speaks the real wire but computes nothing; faults on cue.
 
 argv: --engine NAME --fd N, plus --fault WORD from the test's command tuple:
-none | hang-load | no-hello | version | junk | die-at-3 | hang-at-3 | fault-load
+none | hang-load | no-hello | version | junk | die-at-3 | hang-at-3 | fault-load |
+mute | leaves-helper
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import time
 
 from edged import wire
@@ -29,6 +31,8 @@ def main() -> None:
     if fault == "junk":
         sock.sendall(b"\0\0\0\4junk")
         time.sleep(60)
+    if fault == "leaves-helper":
+        subprocess.Popen(["sleep", "100"], pass_fds=(sock.fileno(),))
     print("scripted worker speaks on stdout", flush=True)
     sock.sendall(wire.encode(wire.Hello(99 if fault == "version" else wire.VERSION, os.getpid())))
     streams: dict[int, list[int]] = {}
@@ -43,7 +47,7 @@ def main() -> None:
             for message in frames.messages(data):
                 if isinstance(message, wire.Launch):
                     launch(sock, message, fault)
-                elif isinstance(message, wire.Submit):
+                elif isinstance(message, wire.Submit) and fault != "mute":
                     generated = len(message.tokens) - message.prompt_tokens
                     streams[message.stream] = [generated, message.max_tokens]
                     if len(streams) == 1:

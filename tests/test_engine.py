@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from fakes import request
 
 from edged import wire
 from edged.core import Limits
+from edged.engine import worker_engine
+from edged.engine.output import LINES_PER_S, OutputLog
 from edged.engine.restarts import RestartPolicy
 from edged.engine.run import WorkerRun
 from edged.engine.worker_engine import WorkerEngine
@@ -99,7 +104,7 @@ async def test_a_hung_step_is_judged_by_its_deadline() -> None:
     """A worker that misses its announced deadline is killed and its streams are told why."""
     async with engine("hang-at-3") as cpu:
         await cpu.start()
-        with pytest.raises(EngineFault, match="hung"):
+        with pytest.raises(EngineFault, match=r"hung: step did not end within 0\.8 s"):
             await ids(cpu.run(request(max_tokens=100), ()))
 
 
@@ -112,6 +117,65 @@ async def test_a_stopped_process_is_a_hang_too() -> None:
         os.kill(cpu.pid or 0, signal.SIGSTOP)
         with pytest.raises(EngineFault, match="hung"):
             await ids(run)
+
+
+async def test_a_paused_worker_is_not_judged_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While Limits let nothing run the worker owes no answer; otherwise silence is a hang."""
+    monkeypatch.setattr(worker_engine, "_ANSWER_WITHIN_S", 0.1)
+    async with engine("mute") as cpu:
+        await cpu.start()
+        cpu.set_limits(Limits(max_batch=0))
+        first = cpu.run(request(), ())
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(first.__anext__(), 1)
+        assert cpu.health().state == "ready"
+        cpu.set_limits(Limits(max_batch=2))
+        with pytest.raises(EngineFault, match="begin a step"):
+            await ids(cpu.run(request(), ()))
+
+
+async def test_limits_that_admit_nothing_leave_no_capacity() -> None:
+    """`admit` closes the engine to new streams and opens it again, and says so both times."""
+    async with engine() as cpu:
+        await cpu.start()
+        told: list[int] = []
+        cpu.on_change = lambda: told.append(cpu.capacity())
+        cpu.set_limits(Limits(max_batch=2, admit=False))
+        cpu.set_limits(Limits(max_batch=2, admit=True))
+        assert told == [0, 2]
+
+
+async def test_a_request_that_fits_no_frame_takes_no_slot() -> None:
+    """A prompt beyond the wire's limit is that request's fault alone."""
+    async with engine() as cpu:
+        await cpu.start()
+        with pytest.raises(EngineFault, match="over the limit"):
+            cpu.run(request(prompt=400_000), ())
+        assert cpu.capacity() == 2
+
+
+async def test_no_descriptors_left_is_a_failed_start_not_the_end() -> None:
+    """An engine that cannot make a process says so and tries again until it can."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with engine() as cpu:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # new ones would be number 3 or more
+        try:
+            with pytest.raises(EngineFault, match="cannot start"):
+                await cpu.start()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await until(lambda: cpu.health().state == "ready")
+
+
+async def test_stop_does_not_wait_for_a_load() -> None:
+    """A worker that loads hears nothing; it is ended at once."""
+    async with engine("hang-load") as cpu:
+        starting = asyncio.create_task(cpu.start())
+        await until(lambda: cpu.health().last_progress_s is not None)
+        await asyncio.wait_for(cpu.stop(), 3)
+        assert cpu.health().state == "off"
+        with pytest.raises(EngineFault):
+            await starting
 
 
 @pytest.mark.parametrize(
@@ -156,6 +220,30 @@ async def test_limits_set_before_a_restart_hold_after_it() -> None:
         assert await ids(cpu.run(request(max_tokens=2), ())) == [1, 2]
 
 
+async def test_what_a_worker_started_neither_hides_its_death_nor_outlives_it() -> None:
+    """A process of the worker's own that holds its pipes delays nothing and dies with it."""
+    async with engine("leaves-helper") as cpu:
+        await cpu.start()
+        session = cpu.pid or 0
+        run = cpu.run(request(max_tokens=10_000), ())
+        await run.__anext__()
+        os.kill(session, signal.SIGKILL)
+        with pytest.raises(EngineFault, match="SIGKILL"):
+            await asyncio.wait_for(ids(run), 10)
+        await until(lambda: cpu.health().state == "ready")
+        await until(lambda: not living_in(session))
+
+
+def living_in(session: int) -> list[psutil.Process]:
+    """Processes of a session, without those that are dead and wait for their parent."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == session:
+                found.append(process)
+    return [process for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
+
+
 def test_restarts_back_off_within_a_budget() -> None:
     """Delays double to the cap; over the budget the next start waits for the window."""
     policy = RestartPolicy(budget=3, window_s=100, backoff_s=1, backoff_max_s=3)
@@ -190,3 +278,21 @@ async def test_a_row_fault_reaches_its_own_run_only() -> None:
     assert (await run.__anext__()).token_ids == (5,)
     with pytest.raises(RowFault, match="NaN"):
         await run.__anext__()
+
+
+def test_what_a_worker_prints_is_bounded() -> None:
+    """A flood costs a few lines a second and says how many were dropped; no line is endless."""
+    lines: list[str] = []
+    dropped: list[int] = []
+    log = OutputLog(lines.append, dropped.append)
+    log.feed(b"half ", 0.0)
+    log.feed(b"a line\nx" + b"y" * 100_000, 0.0)
+    log.feed(b"z\n" + b"flood\n" * 100, 0.1)
+    assert lines[0] == "half a line"
+    assert len(lines[1]) <= 1000
+    assert (len(lines), dropped) == (LINES_PER_S, [])
+
+    log.feed(b"later\nunfinished", 1.5)
+    log.end(1.6)
+    assert lines[LINES_PER_S:] == ["later", "unfinished"]
+    assert dropped == [102 - LINES_PER_S]

@@ -7,30 +7,24 @@ session, without NOTIFY_SOCKET; its stderr goes to the log, rate-limited.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
 
-import structlog
-
 from edged import wire
+from edged.engine.process import WorkerProcess
 from edged.errors import EngineFault, WireError
 
-log = structlog.get_logger("edged.worker")
-
-_STDERR_LINES_PER_S = 20
 _KILL_AFTER_S = 5.0  # a worker asked to go
 _KILL_AFTER_CLOSE_S = 1.0  # a worker whose socket is closed
+_LAST_FRAME_S = 1.0  # for the socket's end after the process's
 
 
 WORKER = (sys.executable, "-m", "edged.worker")
 
 
 class Child(asyncio.Protocol):
-    """A running worker. on_message gets each frame, on_gone is called exactly once."""
+    """A running worker. on_message gets each frame until on_gone is called, exactly once."""
 
     def __init__(
         self,
@@ -43,9 +37,9 @@ class Child(asyncio.Protocol):
         self._on_gone = on_gone
         self._frames = wire.DaemonFrames()
         self._gone = False
-        self._process: asyncio.subprocess.Process | None = None
+        self._hung_up = False  # the socket has ended
+        self._process: WorkerProcess | None = None
         self._transport: asyncio.Transport | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def pid(self) -> int | None:
@@ -53,57 +47,45 @@ class Child(asyncio.Protocol):
 
     async def start(self, engine: str) -> None:
         """Exec the worker. Raises EngineFault when the process cannot be made."""
-        ours, theirs = socket.socketpair()
+        process = WorkerProcess(engine, self._on_exit)
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                *("--engine", engine, "--fd", str(theirs.fileno())),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,  # vendor libraries chatter there
-                stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env={k: v for k, v in os.environ.items() if k != "NOTIFY_SOCKET"},
-            )
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise EngineFault(f"cannot start the {engine} worker: {error}") from None
+        try:
+            with theirs:
+                command = (*self._command, "--engine", engine, "--fd", str(theirs.fileno()))
+                await process.exec(command, theirs.fileno())
+            self._process = process
+            ours.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: self, ours)
         except OSError as error:
             ours.close()
             raise EngineFault(f"cannot start the {engine} worker: {error}") from None
         except asyncio.CancelledError:
             ours.close()  # a child that was made sees end of file and exits
             raise
-        finally:
-            theirs.close()
-        self._tasks = [
-            asyncio.create_task(self._log_output(engine)),
-            asyncio.create_task(self._watch_exit()),
-        ]
-        ours.setblocking(False)
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: self, ours)
 
     def send(self, message: wire.ToWorker) -> None:
+        """Raises WireError for a message that does not fit a frame."""
+        frame = wire.encode(message)
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.encode(message))
+            self._transport.write(frame)
 
-    def kill(self) -> None:
-        """SIGKILL at once: a hung device call cannot be interrupted otherwise."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+    def fail(self, cause: str) -> None:
+        """Kill the worker and tell its end now: one that hangs in its driver never exits."""
+        if self._process is not None:
+            self._process.kill()
+        self._end(cause)
 
     async def stop(self, grace_s: float = _KILL_AFTER_S) -> None:
-        """Ask, wait, then kill; returns when the process is reaped."""
+        """Ask, wait, then kill; returns when the process is reaped, or cannot be."""
         if self._process is None:
             return
         self.send(wire.Shutdown())
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._process.wait(), grace_s)
-        self.kill()
-        await self._process.wait()
+        await self._process.end(grace_s)
         if self._transport is not None:
             self._transport.close()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
     # asyncio.Protocol ------------------------------------------------------------------------
 
@@ -114,53 +96,32 @@ class Child(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._frames.messages(data):
+                if self._gone:
+                    return
                 self._on_message(message)
         except WireError as error:
-            self._end(str(error))
-            self.kill()
+            self.fail(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # The exit watcher will tell the cause; a worker that only closed its socket is killed.
-        asyncio.get_running_loop().call_later(_KILL_AFTER_CLOSE_S, self.kill)
+        self._hung_up = True
+        if self._process is None:
+            return
+        if self._process.exited.is_set():
+            self._tell_exit()
+        else:  # a worker that only closed its socket is killed; its exit tells the cause
+            asyncio.get_running_loop().call_later(_KILL_AFTER_CLOSE_S, self._process.kill)
 
-    async def _watch_exit(self) -> None:
-        assert self._process is not None
-        self._end(describe_exit(await self._process.wait()))
+    def _on_exit(self) -> None:
+        if self._hung_up:
+            self._tell_exit()
+        else:  # the last frame, which may tell the cause, is perhaps still to be read
+            asyncio.get_running_loop().call_later(_LAST_FRAME_S, self._tell_exit)
+
+    def _tell_exit(self) -> None:
+        if self._process is not None:
+            self._end(self._process.cause)
 
     def _end(self, cause: str) -> None:
         if not self._gone:
             self._gone = True
             self._on_gone(cause)
-
-    async def _log_output(self, engine: str) -> None:
-        """Drain the pipe always; log at most _STDERR_LINES_PER_S lines a second."""
-        assert self._process is not None and self._process.stdout is not None
-        loop = asyncio.get_running_loop()
-        second, count, dropped = 0.0, 0, 0
-        while True:
-            try:
-                line = await self._process.stdout.readline()
-            except ValueError:  # a line over the stream's limit of 64 KiB: skip it
-                continue
-            if not line:
-                return
-            if loop.time() - second >= 1.0:
-                if dropped:
-                    log.warning("worker_output_dropped", engine=engine, lines=dropped)
-                second, count, dropped = loop.time(), 0, 0
-            count += 1
-            if count > _STDERR_LINES_PER_S:
-                dropped += 1
-                continue
-            text = line.decode("utf-8", "replace").rstrip()[:1000]
-            log.info("worker_output", engine=engine, pid=self.pid, line=text)
-
-
-def describe_exit(code: int) -> str:
-    """In words: "killed by SIGKILL", "exited with code 3"."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

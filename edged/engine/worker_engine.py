@@ -68,7 +68,9 @@ class WorkerEngine:
     # --- Engine --------------------------------------------------------------------------------
 
     def capacity(self) -> int:
-        return max(0, self._slots - len(self._runs)) if self._state == "ready" else 0
+        if self._state != "ready" or (self._limits is not None and not self._limits.admit):
+            return 0
+        return max(0, self._slots - len(self._runs))
 
     def run(self, request: Request, prefix: Sequence[int]) -> WorkerRun:
         if self._state != "ready" or self._child is None:
@@ -76,9 +78,9 @@ class WorkerEngine:
         stream = self._next_stream = self._next_stream + 1
         child = self._child
         run = WorkerRun(cancel=lambda: child.send(wire.Cancel(stream)))
+        child.send(_submit(stream, request, prefix))  # first: a refused frame takes no slot
         self._runs[stream] = run
-        child.send(_submit(stream, request, prefix))
-        if self._deadline is None:  # an idle worker has promised nothing yet
+        if self._deadline is None and not self._paused():  # an idle worker has promised nothing
             self._expect(_ANSWER_WITHIN_S, "begin a step")
         return run
 
@@ -86,6 +88,11 @@ class WorkerEngine:
         self._limits = limits
         if self._child is not None and self._state == "ready":
             self._child.send(_limits_frame(limits))
+            self.on_change()
+
+    def _paused(self) -> bool:
+        """A worker told to run nothing answers nothing."""
+        return self._limits is not None and min(self._limits.max_batch, self._limits.duty) <= 0
 
     def health(self) -> Health:
         return Health(
@@ -111,8 +118,8 @@ class WorkerEngine:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        if self._child is not None:
-            await self._child.stop()
+        if self._child is not None:  # while it loads it hears nothing, and has nothing to lose
+            await (self._child.stop() if self._state == "ready" else self._child.stop(grace_s=0))
         self._cancel_deadline()
         self._set_state("off", "stopped")
 
@@ -125,19 +132,18 @@ class WorkerEngine:
 
     async def _keep_running(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        while not self._stopping:
             await self._wait_before_start()
             self._gone = asyncio.Event()
             self._cause = ""
             self._starts += 1
             self._set_state("starting", "starting its worker")
             self._child = Child(self._on_message, self._on_gone, self._command)
+            self._expect(_HELLO_WITHIN_S, "say hello")
             try:
                 await self._child.start(self.name)
             except EngineFault as fault:
                 self._on_gone(str(fault))
-            else:
-                self._expect(_HELLO_WITHIN_S, "say hello")
             await self._gone.wait()
             self._deaths_s = (*self._policy.recent(self._deaths_s, loop.time()), loop.time())
             await self._child.stop()  # reap it, and drain its last words into the log
@@ -173,9 +179,9 @@ class WorkerEngine:
     def _on_ready(self, ready: wire.Ready) -> None:
         self._slots = ready.slots
         self._expect(0.0, "")
+        if self._limits is not None and self._child is not None:
+            self._child.send(_limits_frame(self._limits))  # before the first stream
         self._set_state("ready", f"loaded {ready.model} in {ready.load_s:.1f} s")
-        if self._limits is not None:
-            self.set_limits(self._limits)
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(None)
 
@@ -223,10 +229,8 @@ class WorkerEngine:
         self._fault(f"worker hung: {what} did not end within {within_s * _LATE_FACTOR:.1f} s")
 
     def _fault(self, detail: str) -> None:
-        self._cause = detail
-        self._set_state("failed", detail)
         if self._child is not None:
-            self._child.kill()
+            self._child.fail(detail)
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:
