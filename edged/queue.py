@@ -5,7 +5,8 @@ Knows nothing of engines or text. Times are arguments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -19,11 +20,14 @@ class Waiting(Generic[Item]):
     request: Request
     since_s: float
     item: Item
+    first: bool = False  # has begun elsewhere: before all others
 
 
 def urgency(waiting: Waiting[Item], now_s: float, running: Sequence[str], aging_s: float) -> float:
-    """Higher goes first: priority, plus one level per aging_s waited, minus one level per
-    stream that the same client already has running (fair share)."""
+    """Higher goes first: what has begun; then priority, plus one level per aging_s waited, minus
+    one level per stream that the same client already has running (fair share)."""
+    if waiting.first:
+        return math.inf
     aged = (now_s - waiting.since_s) / aging_s
     return waiting.request.priority + aged - running.count(waiting.request.client)
 
@@ -54,12 +58,17 @@ class Queue(Generic[Item]):
         self._waiting.append(waiting)
         self._tokens += cost_tokens(waiting.request)
 
-    def pop(self, now_s: float, running: Sequence[str]) -> Waiting[Item]:
-        """The most urgent one; among equals the oldest. Raises IndexError when empty."""
-        if not self._waiting:
-            raise IndexError("pop from an empty queue")
-        best = max(self._waiting, key=lambda w: urgency(w, now_s, running, self._aging_s))
-        self._remove(best)
+    def pop(
+        self, now_s: float, running: Sequence[str], suits: Callable[[Item], bool]
+    ) -> Waiting[Item] | None:
+        """The most urgent one that suits, among equals the oldest; None when none does."""
+        best = max(
+            (waiting for waiting in self._waiting if suits(waiting.item)),
+            key=lambda w: urgency(w, now_s, running, self._aging_s),
+            default=None,
+        )
+        if best is not None:
+            self._remove(best)
         return best
 
     def discard(self, item: Item) -> None:

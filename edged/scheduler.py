@@ -115,29 +115,67 @@ class Scheduler:
         return min(60.0, max(1.0, self._service_s * len(self._queue) / slots / 2))
 
     def dispatch(self) -> None:
-        """Start waiting streams while an engine has a free slot. Called on every change."""
-        now_s = asyncio.get_running_loop().time()
-        while self._queue and (engine := self._engine_with_room()) is not None:
+        """Start waiting streams while there is room. Called on every change.
+
+        New streams go to the first ready engine of the chain only; one that an engine failed
+        goes first, to any ready engine that did not.
+        """
+        ready = [engine for engine in self._engines if engine.health().state == "ready"]
+        for engine in ready:
+            self._fill(engine, newcomers=engine is ready[0])
+        for stream in self._waiting():
+            if not self._may_wait(stream):
+                self._give_up(stream)
+
+    def _fill(self, engine: Engine, newcomers: bool) -> None:
+        def suits(stream: Stream) -> bool:
+            return engine.name not in stream.left and (newcomers or bool(stream.left))
+
+        while self._queue and engine.capacity() > 0:
             running = [s.request.client for s, r in self._streams.items() if r is not None]
-            stream = self._queue.pop(now_s, running).item
-            stream.dispatched_s = now_s
-            stream.engine = engine
-            try:
-                run = engine.run(stream.request, stream.writer.generated)
-            except EngineFault as fault:
-                self._end(stream, "failed", fault.code, str(fault))
-                continue
-            task = asyncio.create_task(self._drive(stream, run))
-            self._streams[stream] = _Running(run, task)
-        if self._queue and all(engine.health().state == "off" for engine in self._engines):
-            for stream in self._waiting():
-                self._end(stream, "failed", "engine_unavailable", "no engine can serve now")
+            now_s = asyncio.get_running_loop().time()
+            waiting = self._queue.pop(now_s, running, suits)
+            if waiting is None:
+                return
+            self._start(waiting.item, engine)
+
+    def _start(self, stream: Stream, engine: Engine) -> None:
+        stream.begin(engine)
+        try:
+            run = engine.run(stream.request, stream.writer.generated)
+        except EngineFault as fault:
+            self._move(stream, fault)
+            return
+        self._streams[stream] = _Running(run, asyncio.create_task(self._drive(stream, run)))
+
+    def _move(self, stream: Stream, fault: RowFault | EngineFault) -> None:
+        """The stream goes on where it was, on another engine; with none left it ends here."""
+        stream.leave(fault)
+        self._streams[stream] = None
+        if not self._may_wait(stream):
+            self._give_up(stream)
+            return
+        log.warning("stream_moves", request_id=stream.request.id, code=fault.code, why=str(fault))
+        now_s = asyncio.get_running_loop().time()
+        self._queue.push(Waiting(stream.request, now_s, stream, first=True))
+        self.dispatch()
+
+    def _may_wait(self, stream: Stream) -> bool:
+        """Some engine that did not fail it serves now or is about to."""
+        return any(
+            engine.health().state != "off" and engine.name not in stream.left
+            for engine in self._engines
+        )
+
+    def _give_up(self, stream: Stream) -> None:
+        if stream.left:
+            fault = list(stream.left.values())[-1]
+            self._end(stream, "failed", fault.code, str(fault))
+        else:
+            self._end(stream, "failed", "engine_unavailable", "no engine can serve now")
 
     def _waiting(self) -> list[Stream]:
         return [stream for stream, running in self._streams.items() if running is None]
-
-    def _engine_with_room(self) -> Engine | None:
-        return next((engine for engine in self._engines if engine.capacity() > 0), None)
 
     async def _drive(self, stream: Stream, run: Run) -> None:
         """Drain one run into its stream until either ends."""
@@ -153,7 +191,8 @@ class Scheduler:
             else:
                 self._end(stream, "failed", "engine_fault", "the engine ended without a finish")
         except (RowFault, EngineFault) as fault:
-            self._end(stream, "failed", fault.code, str(fault))
+            if stream.finish is None:
+                self._move(stream, fault)
         except Exception:  # a bug of ours: this stream ends, the daemon lives, the log tells
             log.exception("stream_crashed", request_id=stream.request.id)
             self._end(stream, "failed", "internal_error", "internal error; see the node's log")
@@ -196,7 +235,8 @@ class Scheduler:
         """Refuse new requests and shed the waiting ones; running streams go on."""
         self._draining = True
         for stream in self._waiting():
-            self._end(stream, "shed", "shutting_down", "the node is shutting down; ask again")
+            if stream.dispatched_s is None:  # one that moves between engines has begun
+                self._end(stream, "shed", "shutting_down", "the node is shutting down; ask again")
 
     def shed_all(self, code: str = "shutting_down") -> None:
         """End everything that still runs."""

@@ -114,6 +114,9 @@ class FakeEngine:
         self.closed.append(run.request.id)
 
     def row_fault(self, index: int) -> None:
+        """The run at `index` gets NaN; nothing when none runs."""
+        if not self.runs:
+            return
         run = self.runs[index % len(self.runs)]
         run.steps.put_nowait(RowFault("NaN"))
         self._free(run)

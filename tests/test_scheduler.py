@@ -19,18 +19,25 @@ from edged.twin.virtual_loop import run_virtual
 
 
 class Bench:
-    def __init__(self, slots: int = 2, max_requests: int = 8, max_tokens: int = 10_000) -> None:
+    """A scheduler on fake engines. engine: the first of the chain; spare: the second, if any."""
+
+    def __init__(
+        self, slots: int = 2, max_requests: int = 8, max_tokens: int = 10_000, spares: int = 0
+    ) -> None:
         self.engine = FakeEngine(slots)
+        self.engines = [self.engine, *(FakeEngine(slots, 0.3, f"spare{i}") for i in range(spares))]
+        self.spare = self.engines[-1]
         self.finishes: list[tuple[str, Finish]] = []
         self.refused: list[str] = []
         self.scheduler = Scheduler(
-            [self.engine],
+            self.engines,
             {"fake": LetterText()},  # type: ignore[dict-item]
             Queue(max_requests, max_tokens, aging_s=10.0),
             on_finish=lambda r, f: self.finishes.append((r.id, f)),
             on_refuse=lambda r, code: self.refused.append(code),
         )
-        self.engine.on_change = self.scheduler.dispatch
+        for engine in self.engines:
+            engine.on_change = self.scheduler.dispatch
 
 
 async def read(stream: Stream) -> tuple[str, Finish]:
@@ -201,6 +208,76 @@ async def test_a_row_fault_ends_only_its_own_stream() -> None:
 
 
 @virtual
+async def test_a_stream_continues_on_the_next_engine_without_losing_a_letter() -> None:
+    """When its engine dies in mid-stream, the next one goes on; the finish tells who wrote what."""
+    bench = Bench(slots=2, spares=1)
+    stream = bench.scheduler.submit(request(max_tokens=6))
+    await asyncio.sleep(0.25)
+    bench.engine.die()
+    text, finish = await read(stream)
+
+    assert (text, finish.reason) == ("bcdefg", "length")
+    assert [(s.name, s.from_token, s.to_token, s.reason) for s in finish.engines] == [
+        ("fake", 0, 2, "first"),
+        ("spare0", 2, 6, "engine_fault"),
+    ]
+
+
+@virtual
+async def test_a_row_fault_moves_only_its_own_stream() -> None:
+    """With another engine in the chain a faulty row moves there; its neighbour stays."""
+    bench = Bench(slots=2, spares=1)
+    streams = [bench.scheduler.submit(request(str(i), max_tokens=6)) for i in range(2)]
+    await asyncio.sleep(0.25)
+    bench.engine.row_fault(0)
+    (moved, first), (stayed, second) = await asyncio.gather(*(read(s) for s in streams))
+
+    assert moved == stayed == "bcdefg"
+    assert [s.name for s in first.engines] == ["fake", "spare0"]
+    assert [s.name for s in second.engines] == ["fake"]
+
+
+@virtual
+async def test_new_streams_wait_for_the_first_ready_engine() -> None:
+    """A full first engine does not spill onto the next one; a dead one does."""
+    bench = Bench(slots=1, spares=1)
+    streams = [bench.scheduler.submit(request(str(i))) for i in range(2)]
+    await asyncio.gather(*(read(s) for s in streams))
+    assert bench.spare.started == []
+
+    bench.engine.die(down_s=10)
+    assert (await read(bench.scheduler.submit(request("x"))))[1].engines[0].name == "spare0"
+
+
+@virtual
+async def test_a_moved_stream_goes_before_all_that_wait() -> None:
+    """What has begun is continued first, whatever its priority."""
+    bench = Bench(slots=1, spares=1)
+    begun = bench.scheduler.submit(request("begun", max_tokens=9, priority=0))
+    await asyncio.sleep(0.25)
+    others = [bench.scheduler.submit(request(str(i), priority=9)) for i in range(2)]
+    bench.engine.die(down_s=100)
+    await asyncio.gather(*(read(s) for s in (begun, *others)))
+
+    assert bench.spare.started == ["begun", "0", "1"]
+
+
+@virtual
+async def test_with_no_engine_left_a_stream_fails_with_what_was_written() -> None:
+    """When the last engine dies too, the stream ends failed and keeps its text."""
+    bench = Bench(slots=1, spares=1)
+    stream = bench.scheduler.submit(request(max_tokens=9))
+    await asyncio.sleep(0.25)
+    bench.engine.die()
+    await asyncio.sleep(0.65)
+    bench.spare.die()
+    text, finish = await read(stream)
+
+    assert (text, finish.reason, finish.error_code) == ("bcde", "failed", "engine_fault")
+    assert [(s.name, s.to_token) for s in finish.engines] == [("fake", 2), ("spare0", 4)]
+
+
+@virtual
 async def test_a_deadline_sheds_waiting_and_running_streams() -> None:
     """After its deadline a request costs nothing more, wherever it is."""
     bench = Bench(slots=1)
@@ -281,15 +358,17 @@ ACTIONS = st.lists(
 
 
 @settings(deadline=None, max_examples=200)
-@given(actions=ACTIONS, slots=st.integers(1, 3))
-def test_every_stream_ends_exactly_once(actions: list[tuple[str, int, int]], slots: int) -> None:
+@given(actions=ACTIONS, slots=st.integers(1, 3), spares=st.integers(0, 2))
+def test_every_stream_ends_exactly_once(
+    actions: list[tuple[str, int, int]], slots: int, spares: int
+) -> None:
     """Whatever is submitted, cancelled or dies, in any order: one Finish each and no slot leaks."""
-    run_virtual(_random_life(actions, slots))
+    run_virtual(_random_life(actions, slots, spares))
 
 
-async def _random_life(actions: list[tuple[str, int, int]], slots: int) -> None:
-    bench = Bench(slots, max_requests=4)
-    readers: list[asyncio.Task[list[Finish]]] = []
+async def _random_life(actions: list[tuple[str, int, int]], slots: int, spares: int) -> None:
+    bench = Bench(slots, max_requests=4, spares=spares)
+    readers: list[asyncio.Task[tuple[str, list[Finish]]]] = []
     streams: list[Stream] = []
     drained = False
     for action, a, b in actions:
@@ -304,9 +383,9 @@ async def _random_life(actions: list[tuple[str, int, int]], slots: int) -> None:
         elif action == "cancel" and streams:
             await streams[a % len(streams)].aclose()
         elif action == "die":
-            bench.engine.die(down_s=a / 2)
-        elif action == "row_fault" and bench.engine.runs:
-            bench.engine.row_fault(a)
+            bench.engines[a % len(bench.engines)].die(down_s=a / 2)
+        elif action == "row_fault":
+            bench.engines[a % len(bench.engines)].row_fault(a)
         elif action == "wait":
             await asyncio.sleep(a / 20)
         elif action == "drain" and not drained:
@@ -315,15 +394,24 @@ async def _random_life(actions: list[tuple[str, int, int]], slots: int) -> None:
     assert await bench.scheduler.idle(60)
     await asyncio.sleep(3)
 
-    assert [len(await reader) for reader in readers] == [1] * len(readers)
+    for reader, stream in zip(readers, streams, strict=True):
+        text, finishes = await reader
+        assert len(finishes) == 1
+        written = finishes[0].usage.completion_tokens
+        assert text == "bcdefghijk"[:written]  # no letter twice, none lost
+        if finishes[0].reason == "length":
+            assert written == stream.request.max_tokens
     assert len(bench.finishes) == len(streams)
-    assert bench.engine.most_running <= slots
-    assert bench.engine.capacity() == slots
+    for engine in bench.engines:
+        assert engine.most_running <= slots
+        assert engine.capacity() == slots
     assert bench.scheduler.load().waiting == 0
 
 
-async def _finishes(stream: Stream) -> list[Finish]:
-    return [event async for event in stream if isinstance(event, Finish)]
+async def _finishes(stream: Stream) -> tuple[str, list[Finish]]:
+    events = [event async for event in stream]
+    text = "".join(event.text for event in events if isinstance(event, Delta))
+    return text, [event for event in events if isinstance(event, Finish)]
 
 
 def test_requests_are_never_mutated_by_the_scheduler() -> None:

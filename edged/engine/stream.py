@@ -6,11 +6,13 @@ Pushed to in `def` by the scheduler, awaited by one reader; deltas coalesce when
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 
 from edged.core import Delta, EngineSpan, Finish, FinishReason, Request, Timings, Usage
 from edged.engine import Engine
 from edged.engine.writer import Writer
+from edged.errors import EdgedError
 
 
 class Stream:
@@ -25,12 +27,13 @@ class Stream:
         self.request = request
         self.writer = writer
         self.admitted_s = asyncio.get_running_loop().time()
-        self.dispatched_s: float | None = None
+        self.dispatched_s: float | None = None  # the first time
         self.first_token_s: float | None = None
-        self.engine: Engine | None = None
+        self.left: dict[str, EdgedError] = {}  # engines that failed it, and how
         self.finish: Finish | None = None
         self.expiry: asyncio.TimerHandle | None = None
         self._cancel = cancel
+        self._spans: list[EngineSpan] = []
         self._deltas: list[Delta] = []
         self._finish_taken = False
         self._waiter: asyncio.Future[None] | None = None
@@ -60,6 +63,19 @@ class Stream:
 
     # --- used by the scheduler -------------------------------------------------------------------
 
+    def begin(self, engine: Engine) -> None:
+        """From here on `engine` writes."""
+        if self.dispatched_s is None:
+            self.dispatched_s = asyncio.get_running_loop().time()
+        reason = list(self.left.values())[-1].code if self.left else "first"
+        at = len(self.writer.generated)
+        self._close_span()
+        self._spans.append(EngineSpan(engine.name, engine.model, at, at, reason))
+
+    def leave(self, fault: EdgedError) -> None:
+        """The engine that writes has failed this stream; it will not get it again."""
+        self.left[self._spans[-1].name] = fault
+
     def push(self, delta: Delta) -> None:
         if self.first_token_s is None and delta.token_ids:
             self.first_token_s = asyncio.get_running_loop().time()
@@ -78,17 +94,19 @@ class Stream:
                 len(self.writer.generated),
                 self.writer.cached_tokens,
             ),
-            engines=self._spans(),
+            engines=self._close_span(),
             timings=self._timings(),
             error_code=code,
             error_message=message,
         )
         self._wake()
 
-    def _spans(self) -> tuple[EngineSpan, ...]:
-        if self.engine is None:
-            return ()
-        return (EngineSpan(self.engine.name, self.engine.model, 0, len(self.writer.generated)),)
+    def _close_span(self) -> tuple[EngineSpan, ...]:
+        """The last span ends here; an engine that wrote nothing is still named."""
+        if self._spans:
+            at = len(self.writer.generated)
+            self._spans[-1] = dataclasses.replace(self._spans[-1], to_token=at)
+        return tuple(self._spans)
 
     def _timings(self) -> Timings:
         def since(at_s: float | None) -> float | None:
