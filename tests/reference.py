@@ -27,9 +27,9 @@ def demo_gguf() -> Path:
     return fetch_demo(default_state_dir(), print)
 
 
-def exported(dtype: str) -> Path:
+def exported(dtype: str, target: str = "cpu") -> Path:
     """The model directory of the demo model, exported if need be."""
-    return ensure_exported(demo_gguf(), default_state_dir(), dtype)
+    return ensure_exported(demo_gguf(), default_state_dir(), dtype, target)
 
 
 def demo_f32_gguf() -> Path:
@@ -122,7 +122,10 @@ class LlamaCpp:
 
 
 class Driver:
-    """Runs a model directory on onnxruntime, one sequence, the cache in NumPy."""
+    """Runs a model directory of either flavour on onnxruntime, one sequence, the cache in NumPy.
+
+    Nothing is bound in place here: a graph that returns its whole cache returns a copy.
+    """
 
     def __init__(self, folder: Path, context: int = 256, threads: int = 2) -> None:
         options = ort.SessionOptions()
@@ -155,10 +158,16 @@ class Driver:
             "logit_idx": np.array([count - 1], np.int32),
             "kv_pos": np.arange(self.context, dtype=np.int32),
         }
-        inputs |= {f"past_{name}": rows.reshape(-1) for name, rows in self._cache.items()}
-        outputs = dict(zip(self._names, self._session.run(None, inputs), strict=True))
+        inplace = self.about["graph"].endswith("-inplace")
         for name, rows in self._cache.items():
-            rows[:, :, self.past : self.past + count] = outputs[f"new_{name}"][:, :, :count]
+            inputs[f"past_{name}"] = rows if inplace else rows.reshape(-1)
+        outputs = dict(zip(self._names, self._session.run(None, inputs), strict=True))
+        new = slice(self.past, self.past + count)
+        for name, rows in self._cache.items():
+            if inplace:
+                rows[:, :, new] = outputs[f"present_{name}"][:, :, new]
+            else:
+                rows[:, :, new] = outputs[f"new_{name}"][:, :, :count]
         self.past += count
         logits: np.ndarray = outputs["logits"][0]
         return logits

@@ -26,19 +26,19 @@ class CpuGraph:
     def build(self) -> None:
         e, h = self.e, self.h
         e.input("input_ids", np.int32, ["B", "T"])
+        e.input("position_ids", np.int32, ["B", "T"])
         e.input("past_len", np.int32, ["B", 1])
         e.input("logit_idx", np.int32, ["B"])
+        e.input("kv_pos", np.int32, ["S"])
         self._lengths()
         self.cos, self.sin = self.w.rope_tables(self.dtype)
         x = self.w.embed("input_ids", self.dtype)
         y = self._norm(x, "0.attn_norm")
-        for layer in range(h.layers):
+        for layer in range(h.layers - 1):
             x, y = self._skip(x, self._attention(layer, y), f"{layer}.ffn_norm")
-            after = f"{layer + 1}.attn_norm" if layer + 1 < h.layers else ""
-            if after:
-                x, y = self._skip(x, self._mlp(layer, y), after)
-            else:
-                x = e.op("Add", x, self._mlp(layer, y))
+            x, y = self._skip(x, self._mlp(layer, y), f"{layer + 1}.attn_norm")
+        x, y = self._skip(x, self._attention(h.layers - 1, y), f"{h.layers - 1}.ffn_norm")
+        x = e.op("Add", x, self._mlp(h.layers - 1, y))
         flat = e.op("Reshape", x, self._ints(-1, h.hidden))
         last = self._norm(e.op("Gather", flat, "logit_idx"), "norm")
         self.w.head(last, self.dtype)
@@ -50,8 +50,8 @@ class CpuGraph:
     def _lengths(self) -> None:
         """What GroupQueryAttention asks for: the last valid index per row, the longest row."""
         e = self.e
-        sizes = e.op("Cast", e.op("Shape", "input_ids"), to=6)
-        tokens = e.op("Slice", sizes, self._ints(1), self._ints(2))
+        sizes = e.op("Shape", "input_ids")
+        tokens = e.op("Cast", e.op("Slice", sizes, self._ints(1), self._ints(2)), to=6)
         total = e.op("Add", e.op("Reshape", "past_len", self._ints(-1)), tokens)
         self.last = e.op("Sub", total, e.const([1], np.int32))
         self.longest = e.op("ReduceMax", total, axes=[0], keepdims=0)
@@ -74,17 +74,33 @@ class CpuGraph:
     def _attention(self, layer: int, x: str) -> str:
         e, h = self.e, self.h
         qkv = self.w.linear(x, f"{layer}.qkv", self.dtype)
+        query = (qkv, "", "") if not h.family.qk_norm else self._normed_heads(layer, qkv)
         shape: list[int | str] = ["B", h.kv_heads, "S", h.head_dim]
         past = [e.input(f"past_{part}.{layer}", self.dtype, shape) for part in "kv"]
         present = [f"present_{part}.{layer}" for part in "kv"]
         out, *_ = e.ops(
-            "GroupQueryAttention", qkv, "", "", *past, self.last, self.longest, self.cos, self.sin,
+            "GroupQueryAttention", *query, *past, self.last, self.longest, self.cos, self.sin,
             names=(*e.names("Attention", 1), *present), domain=CONTRIB,
-            num_heads=h.heads, kv_num_heads=h.kv_heads, do_rotary=1, scale=1.0,
+            num_heads=h.heads, kv_num_heads=h.kv_heads, do_rotary=1,
+            scale=1.0,  # 1/sqrt(D) is part of q's weights
         )  # fmt: skip
         for name in present:
             e.output(name, self.dtype, shape)
         return self.w.linear(out, f"{layer}.o", self.dtype)
+
+    def _normed_heads(self, layer: int, qkv: str) -> tuple[str, str, str]:
+        """q, k and v apart, q and k normed per head."""
+        e, h = self.e, self.h
+        split = self._ints(h.q_rows, h.kv_rows, h.kv_rows)
+        q, k, v = e.ops("Split", qkv, split, names=e.names("Split", 3), axis=-1)
+        q, k = (
+            e.op("Reshape", self._norm(self._heads(x, n), f"{layer}.{name}"), self._ints(0, 0, -1))
+            for x, n, name in ((q, h.heads, "q_norm"), (k, h.kv_heads, "k_norm"))
+        )
+        return q, k, v
+
+    def _heads(self, x: str, count: int) -> str:
+        return self.e.op("Reshape", x, self._ints(0, 0, count, self.h.head_dim))
 
     def _mlp(self, layer: int, x: str) -> str:
         e = self.e

@@ -13,6 +13,8 @@ import gguf
 import numpy as np
 
 from edged.export import ExportError
+from edged.export.blocks import Affine
+from edged.export.gguf_blocks import decoder
 from edged.export.hyper import Hyper, Rope, family
 
 _TOP = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
@@ -62,6 +64,19 @@ class GgufSource:
             return _unpermute(values, getattr(self.hyper, _HEADS_OF[part]))
         return values
 
+    def affine(self, name: str) -> Affine | None:
+        """A matrix in its own 4-bit blocks, if it is stored so."""
+        tensor = self._find(name)
+        decode = decoder(tensor.tensor_type)
+        if decode is None:
+            return None
+        own = decode(self._raw(tensor, slice(None)))
+        part = name.rpartition(".")[2]
+        if self.hyper.family.gguf_permuted and part in _HEADS_OF:
+            heads = getattr(self.hyper, _HEADS_OF[part])
+            own = Affine(*(_unpermute(values, heads) for values in own))
+        return own
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(int(size) for size in reversed(self._find(name).shape))
 
@@ -72,8 +87,8 @@ class GgufSource:
             raise ExportError(f"tensor {full} is missing in {self._path.name}; the file is damaged")
         return self._tensors[full]
 
-    def _decode(self, name: str, rows: slice) -> np.ndarray:
-        tensor = self._find(name)
+    def _raw(self, tensor: Any, rows: slice) -> np.ndarray:
+        """Rows of a tensor as they are stored."""
         count = tensor.data.shape[0]
         start, stop, _ = rows.indices(count)
         row_bytes = int(tensor.n_bytes) // count
@@ -83,11 +98,14 @@ class GgufSource:
             dtype=np.uint8,
             count=(stop - start) * row_bytes,
             offset=int(tensor.data_offset) + start * row_bytes,
-        ).view(tensor.data.dtype)
+        )
+        shape: tuple[int, ...] = (stop - start, *tensor.data.shape[1:])
+        return np.asarray(raw.view(tensor.data.dtype)).reshape(shape)
+
+    def _decode(self, name: str, rows: slice) -> np.ndarray:
+        tensor = self._find(name)
         try:
-            values = gguf.quants.dequantize(
-                raw.reshape(stop - start, *tensor.data.shape[1:]), tensor.tensor_type
-            )
+            values = gguf.quants.dequantize(self._raw(tensor, rows), tensor.tensor_type)
         except NotImplementedError:
             raise ExportError(
                 f"unsupported quantisation {tensor.tensor_type.name} of {tensor.name}; "

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edged.export import ExportError
+from edged.export.blocks import Affine
 from edged.export.hyper import Hyper, family, scaled_rope
 
 _TOP = {
@@ -87,6 +88,10 @@ class HfSource:
     def matrix(self, name: str) -> np.ndarray:
         """A whole matrix [N, K] or vector [N] as float32."""
         return self.rows(name, 0, self.shape(name)[0])
+
+    def affine(self, name: str) -> Affine | None:
+        """Checkpoints are not stored in 4-bit blocks."""
+        return None
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._find(name).shape

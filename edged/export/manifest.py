@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import edged
+from edged.export.form import Form
 from edged.export.gguf_source import GgufSource
 from edged.export.hf_source import HfSource
 from edged.export.tokenizer import TOKENIZER_FILE, export_tokenizer
@@ -20,7 +21,7 @@ CONTRACT_VERSION = 2
 
 
 def manifest(
-    source: GgufSource | HfSource, model: Path, folder: Path, dtype: str
+    source: GgufSource | HfSource, model: Path, folder: Path, form: Form
 ) -> dict[str, Any]:
     """The content of model.json. Writes tokenizer.json into `folder` on the way."""
     text = export_tokenizer(model, folder)
@@ -28,7 +29,7 @@ def manifest(
     return {
         "contract": CONTRACT,
         "version": CONTRACT_VERSION,
-        "graph": f"{CONTRACT}-v{CONTRACT_VERSION}",
+        "graph": form.graph,
         "name": h.name,
         "architecture": h.architecture,
         "layers": h.layers,
@@ -39,8 +40,8 @@ def manifest(
         "vocab": h.vocab,
         "tokenizer_vocab": text.vocab_size,
         "context_tokens": h.context_tokens,
-        "weights_dtype": dtype,
-        "cache_dtype": "fp16" if dtype == "fp16" else "fp32",
+        "weights_dtype": form.dtype,
+        "cache_dtype": "fp16" if form.dtype == "fp16" else "fp32",
         "rope": {"theta": h.rope.theta, "scaling": h.rope.scaling},
         "eos_ids": list(text.eos_ids),
         "bos_id": text.bos_id,

@@ -14,19 +14,19 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from edged.export import ExportError
+from edged.export.blocks import BLOCK
+from edged.export.cpu import CpuGraph
 from edged.export.emit import Emitter
+from edged.export.form import DTYPES, TARGETS, Form
 from edged.export.gguf_source import GgufSource
 from edged.export.hf_source import HfSource
 from edged.export.manifest import manifest
 from edged.export.plain import PlainGraph
 from edged.export.weights import CONTRIB, Weights
 from edged.models import MANIFEST_FILE
-
-_DTYPES = ("int8", "fp32", "fp16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,29 +39,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--model", type=Path, required=True, help="GGUF file or Hugging Face folder"
     )
     parser.add_argument("--out", type=Path, required=True, help="model directory to write")
-    parser.add_argument("--dtype", choices=_DTYPES, default="int8", help="weights (default int8)")
+    parser.add_argument("--dtype", choices=DTYPES, default="int8", help="weights (default int8)")
+    parser.add_argument(
+        "--target", choices=TARGETS, default="cpu", help="cpu: onnxruntime's own; onnx: plain"
+    )
     parser.add_argument("--progress", choices=("auto", "on", "off"), default="auto")
     args = parser.parse_args(argv)
     hide_bar = {"auto": None, "on": False, "off": True}[args.progress]
     try:
-        export(args.model, args.out, args.dtype, hide_bar)
+        export(args.model, args.out, Form(args.dtype, args.target), hide_bar)
     except ExportError as error:
         print(f"edged export: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def export(model: Path, out: Path, dtype: str = "int8", hide_bar: bool | None = None) -> None:
+def export(model: Path, out: Path, form: Form, hide_bar: bool | None = None) -> None:
     """Write model.onnx, model.onnx.data, tokenizer.json and model.json into `out`.
 
     hide_bar: None = show the progress bar on a terminal only. Raises ExportError; `out` is
     then untouched.
     """
+    form.check()
     source = open_source(model)
     with _beside(out) as folder:
-        _check_room(source, folder, dtype)
-        described = manifest(source, model, folder, dtype)  # first: it may refuse the tokenizer
-        _graph(source, folder, dtype, hide_bar)
+        _check_room(source, folder, form)
+        described = manifest(source, model, folder, form)  # first: it may refuse the tokenizer
+        _graph(source, folder, form, hide_bar)
         text = json.dumps(described, indent=1, ensure_ascii=False) + "\n"
         (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
@@ -75,30 +79,35 @@ def open_source(model: Path) -> GgufSource | HfSource:
     raise ExportError(f"{model} does not exist; give a GGUF file or a Hugging Face folder")
 
 
-def _graph(source: GgufSource | HfSource, folder: Path, dtype: str, hide_bar: bool | None) -> None:
-    total = _data_bytes(source, dtype)
+def _graph(source: GgufSource | HfSource, folder: Path, form: Form, hide_bar: bool | None) -> None:
+    total = _data_bytes(source, form)
     with tqdm(total=total, unit="B", unit_scale=True, desc="export", disable=hide_bar) as bar:
         emit = Emitter(folder, bar.update)
-        weights = Weights(source, emit, bits=8 if dtype == "int8" else 0)
-        float_type = np.dtype(np.float16 if dtype == "fp16" else np.float32)
-        PlainGraph(emit, weights, float_type).build()
-        emit.close([CONTRIB] if dtype == "int8" else [])
+        weights = Weights(source, emit, form.recipe)
+        if form.target == "cpu":
+            CpuGraph(emit, weights).build()
+        else:
+            PlainGraph(emit, weights, form.float_type).build()
+        emit.close([CONTRIB] if form.target == "cpu" or form.recipe != "float" else [])
+        bar.total = bar.n  # the estimate does not know which matrices have blocks of their own
 
 
-def _data_bytes(source: GgufSource | HfSource, dtype: str) -> int:
-    """Size of model.onnx.data, near enough for the progress bar and the check of room."""
+def _data_bytes(source: GgufSource | HfSource, form: Form) -> int:
+    """Size of model.onnx.data, or a little more: for the progress bar and the check of room."""
     h = source.hyper
-    item = {"int8": 1.125, "fp16": 2, "fp32": 4}[dtype]
     layer = h.hidden * (2 * h.q_rows + 2 * h.kv_rows + 3 * h.ffn)
     table = h.vocab * h.hidden
-    tables = table * (4 if dtype == "int8" else item)
-    if dtype == "int8" or not h.tied:
-        tables += table * item
+    item: float = form.float_type.itemsize
+    if form.recipe == "float":
+        tables = table * item * (1 if h.tied else 2)
+    else:
+        item = 1 + 4 / BLOCK
+        tables = table * (2 + item)
     return int(h.layers * layer * item + tables + 4 * h.context_tokens * h.head_dim)
 
 
-def _check_room(source: GgufSource | HfSource, folder: Path, dtype: str) -> None:
-    needed = int(_data_bytes(source, dtype) * 1.02) + (64 << 20)
+def _check_room(source: GgufSource | HfSource, folder: Path, form: Form) -> None:
+    needed = int(_data_bytes(source, form) * 1.02) + (64 << 20)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ExportError(

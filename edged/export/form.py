@@ -1,0 +1,47 @@
+"""What an export is to be: how weights are stored, and whose operators the graph uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from edged.export import ExportError
+
+DTYPES = ("auto", "int8", "fp32", "fp16")
+TARGETS = ("cpu", "onnx")
+
+# How matrices are stored: as the graph's own type, in 8-bit blocks, or in the source's own
+# 4-bit blocks where it has them and 8-bit blocks elsewhere.
+Recipe = Literal["float", "int8", "auto"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """dtype: of the weights; target: "cpu" = onnxruntime's own operators (cpu.py), "onnx" = plain
+    ones (plain.py)."""
+
+    dtype: str = "int8"
+    target: str = "cpu"
+
+    @property
+    def recipe(self) -> Recipe:
+        recipes: dict[str, Recipe] = {"auto": "auto", "int8": "int8"}
+        return recipes.get(self.dtype, "float")
+
+    @property
+    def float_type(self) -> np.dtype[Any]:
+        """Of everything outside blocks, the cache included."""
+        return np.dtype(np.float16 if self.dtype == "fp16" else np.float32)
+
+    @property
+    def graph(self) -> str:
+        """The contract's flavour, as in model.json."""
+        return "edged-graph-v2-inplace" if self.target == "cpu" else "edged-graph-v2"
+
+    def check(self) -> Form:
+        """Itself, or ExportError for a combination there is no graph for."""
+        if self.target == "cpu" and self.dtype == "fp16":
+            raise ExportError("fp16 is not for the cpu target; add --target onnx, or use fp32")
+        return self
