@@ -35,6 +35,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "engine": ("text", "wire", "ladder"),
     "text": (),
     "worker": ("wire", "text.constraint"),
+    "worker.om.binding": ("worker", "twin.acl"),  # the simulated board, reached as `acl`
     "guard": (),
     "twin": ("scheduler", "queue", "ladder", "guard", "worker.plan", "worker.even_pace", "wire"),
     "export": ("models", "text.vocabulary"),

@@ -12,15 +12,16 @@ from pathlib import Path
 
 from edged import wire
 from edged.core import Limits
-from edged.errors import EdgedError, EngineFault, WireError
-from edged.worker.contract import ContractError, ModelSpec, read_spec
-from edged.worker.executor import Executor, StepError, empty_batch
+from edged.errors import EdgedError, WireError
+from edged.worker.contract import GRAPH_FILE, ContractError, ModelSpec, read_spec
+from edged.worker.executor import DeviceFault, Executor, StepError, empty_batch
 from edged.worker.link import Link, LinkClosed
 from edged.worker.loop import StepLoop
 from edged.worker.plan import gear
 from edged.worker.rules import log
 from edged.worker.submit import MAX_SLOTS
 
+_GRAPH_FILES = {"cpu": GRAPH_FILE, "npu": "model.om"}
 _LOAD_FLOOR_S = 60.0  # imports and graph optimisation on a slow board (assumed)
 _LOAD_BYTES_PER_S = 10e6  # a slow SD card (assumed)
 
@@ -37,7 +38,7 @@ def run(link: Link, engine: str) -> int:
         return _fault(link, "memory", str(error) or "out of memory")
     except ContractError as error:
         return _fault(link, "load", str(error))
-    except StepError as error:
+    except (StepError, DeviceFault) as error:
         return _fault(link, "fatal", str(error))
     except EdgedError as error:
         return _fault(link, "internal", str(error))
@@ -58,7 +59,8 @@ def _serve(link: Link, engine: str, launch: wire.Launch) -> None:
     started_s = time.monotonic()
     if not 1 <= launch.slots <= MAX_SLOTS:
         raise ContractError(f"slots: {launch.slots} is not within 1..{MAX_SLOTS}")
-    spec = read_spec(Path(launch.model_dir), launch.context_tokens)
+    graph_file = _GRAPH_FILES[engine]
+    spec = read_spec(Path(launch.model_dir), launch.context_tokens, graph_file)
     link.send(wire.Phase("loading", load_deadline_s(spec.weight_bytes())))
     executor = open_executor(engine, spec, launch)
     slowest_s = warm_up(executor, launch)
@@ -83,7 +85,9 @@ def open_executor(engine: str, spec: ModelSpec, launch: wire.Launch) -> Executor
 
         threads = launch.threads or len(os.sched_getaffinity(0))
         return OrtExecutor(spec, launch.slots, threads)
-    raise EngineFault(f"engine {engine} is not part of this build; use cpu")
+    from edged.worker.om import open_om
+
+    return open_om(spec, launch)
 
 
 def warm_up(executor: Executor, launch: wire.Launch) -> float:

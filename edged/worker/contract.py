@@ -40,6 +40,7 @@ class _Manifest(msgspec.Struct, frozen=True):
     context_tokens: int
     eos_ids: list[int]
     cache_dtype: str
+    gears: list[tuple[int, int, int]] = []
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class ModelSpec:
     """vocab: width of a row of logits; vocab_tokens: ids below it may be used and drawn.
 
     graph: the flavour ("edged-graph-v2" = plain operators). max_context_tokens: the model's
-    own context; context_tokens: what this worker offers.
+    own context; context_tokens: what this worker offers. gears: (B, T, S) compiled into an
+    .om, which is then graph_file.
     """
 
     folder: Path
@@ -62,18 +64,23 @@ class ModelSpec:
     max_context_tokens: int
     eos_ids: frozenset[int]
     cache_dtype: str
+    gears: tuple[tuple[int, int, int], ...] = ()
+    graph_file: str = GRAPH_FILE
 
     @property
     def graph_path(self) -> Path:
-        return self.folder / GRAPH_FILE
+        return self.folder / self.graph_file
 
     def weight_bytes(self) -> int:
         """Size of the graph and its external data on disk."""
-        return sum(path.stat().st_size for path in self.folder.glob(GRAPH_FILE + "*"))
+        return sum(path.stat().st_size for path in self.folder.glob(self.graph_file + "*"))
 
 
-def read_spec(folder: Path, context_tokens: int = 0) -> ModelSpec:
-    """Read and check model.json; context_tokens > 0 caps the model's own. Raises ContractError."""
+def read_spec(folder: Path, context_tokens: int = 0, graph_file: str = GRAPH_FILE) -> ModelSpec:
+    """Read and check model.json; context_tokens > 0 caps the model's own. Raises ContractError.
+
+    graph_file: what must lie beside it; an .om also caps the context at its longest gear.
+    """
     path = folder / MANIFEST_FILE
     try:
         found = msgspec.json.decode(path.read_bytes(), type=_Manifest)
@@ -89,9 +96,12 @@ def read_spec(folder: Path, context_tokens: int = 0) -> ModelSpec:
     for name in ("layers", "kv_heads", "head_dim", "vocab", "tokenizer_vocab", "context_tokens"):
         if getattr(found, name) < 1:
             raise ContractError(f"{path}: {name} must be at least 1; {_AGAIN}")
-    if not (folder / GRAPH_FILE).is_file():
-        raise ContractError(f"{folder / GRAPH_FILE} is missing; {_AGAIN}")
+    if not (folder / graph_file).is_file():
+        raise ContractError(f"{folder / graph_file} is missing; {_AGAIN}")
     own = found.context_tokens
+    offered = min(own, context_tokens) if context_tokens > 0 else own
+    if graph_file != GRAPH_FILE:
+        offered = min([offered, *sorted({s for _, _, s in found.gears})[-1:]])
     return ModelSpec(
         folder=folder,
         name=found.name,
@@ -101,10 +111,12 @@ def read_spec(folder: Path, context_tokens: int = 0) -> ModelSpec:
         head_dim=found.head_dim,
         vocab=found.vocab,
         vocab_tokens=min(found.vocab, found.tokenizer_vocab),
-        context_tokens=min(own, context_tokens) if context_tokens > 0 else own,
+        context_tokens=offered,
         max_context_tokens=own,
         eos_ids=frozenset(found.eos_ids),
         cache_dtype=found.cache_dtype,
+        gears=tuple(found.gears),
+        graph_file=graph_file,
     )
 
 

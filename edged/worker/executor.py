@@ -24,6 +24,10 @@ class StepError(EdgedError):
     """One execution failed and may be repeated: rows above past_len never counted."""
 
 
+class DeviceFault(EdgedError):
+    """The device is in a state that only a new process may leave."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Inputs of one step over the slots lo .. lo+B-1, named as in the graph.
