@@ -75,12 +75,13 @@ async def run(
         stack.push_async_callback(_stop_engines, parts.engines)
         await stack.enter_async_context(_feeding(notifier, parts.status))
         await _start_engines(config, parts.engines, stop)
-        if parts.mqtt is not None:
-            await stack.enter_async_context(_running(parts.mqtt))
-        notifier.ready()
-        address = url(config.http.host, parts.http.port)
-        log.info("ready", node=config.node, model=parts.text.name, url=address)
-        on_ready(address)
+        if not stop.asked.is_set():
+            if parts.mqtt is not None:
+                await stack.enter_async_context(_running(parts.mqtt))
+            notifier.ready()
+            address = url(config.http.host, parts.http.port)
+            log.info("ready", node=config.node, model=parts.text.name, url=address)
+            on_ready(address)
         await stop.asked.wait()
         await _drain(config, parts, stop, notifier)
     log.info("stopped")
@@ -130,7 +131,7 @@ def _engine(
         slots=config.cpu.slots,
         context_tokens=context_tokens,
         threads=config.cpu.threads,
-        prefill_chunk=config.cpu.prefill_chunk,
+        prefill_chunk=min(config.cpu.prefill_chunk, context_tokens),
     )
     restarts = RestartPolicy(
         config.engines.restart_budget,
@@ -157,32 +158,34 @@ async def _stop_engines(engines: tuple[WorkerEngine, ...]) -> None:
 async def _start_engines(
     config: Config, engines: tuple[WorkerEngine, ...], stop: StopSignal
 ) -> None:
-    """Return at the first ready engine; the others keep trying behind it (mode degraded).
+    """Return when a stop is asked or enough is ready: one engine, the NPU where it is required.
 
-    Raises EngineUnavailable when none can start, or when npu.required and the NPU cannot.
+    The others keep trying behind it (mode degraded). Raises EngineUnavailable when none can
+    start, or the required one cannot.
     """
-    starts = {asyncio.create_task(engine.start()): engine for engine in engines}
+    required = {"npu"} if config.npu.required else set()
+    starts = {asyncio.create_task(engine.start()): engine.name for engine in engines}
     stopping = asyncio.create_task(stop.asked.wait())
     pending: set[asyncio.Task[Any]] = {*starts, stopping}
-    failures: list[str] = []
+    ready: set[str] = set()
+    failed: dict[str, EngineFault] = {}
     try:
-        while not stop.asked.is_set() and len(failures) < len(engines):
+        while not stop.asked.is_set() and not (ready and required <= ready):
             done, pending = await asyncio.wait(
                 pending, timeout=config.engines.start_timeout_s, return_when="FIRST_COMPLETED"
             )
             if not done:
                 raise EngineUnavailable("no engine became ready in time; see the worker's log")
             for task in done - {stopping}:
-                engine, fault = starts[task], task.exception()
-                if fault is None:
-                    return
-                failures.append(str(fault))
-                if not isinstance(fault, EngineFault):
-                    raise fault
-                if engine.name == "npu" and config.npu.required:
-                    raise EngineUnavailable(f"npu.required is set and {fault}")
-        if failures:
-            raise EngineUnavailable("; ".join(failures))
+                try:
+                    task.result()
+                    ready.add(starts[task])
+                except EngineFault as fault:
+                    failed[starts[task]] = fault
+            for name in required & failed.keys():
+                raise EngineUnavailable(f"{name}.required is set and {failed[name]}")
+            if len(failed) == len(engines):
+                raise EngineUnavailable("; ".join(map(str, failed.values())))
     finally:
         for task in pending:
             task.cancel()

@@ -15,6 +15,7 @@ import socket
 import sys
 import urllib.parse
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,10 +28,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+# Bounded, for inf is a float too: no time-out is longer than a year.
+YEAR_S = 366 * 86400.0
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=YEAR_S)]
 EngineName = Literal["npu", "cpu"]
 
 
@@ -74,9 +77,9 @@ class Model(Section, frozen=True):
 
 
 class Cpu(Section, frozen=True):
-    slots: PositiveInt = 8
-    threads: Count = 0
-    prefill_chunk: PositiveInt = 64
+    slots: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
+    threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    prefill_chunk: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
     dtype: Literal["int8", "fp32"] = "int8"
 
 
@@ -113,7 +116,7 @@ class Log(Section, frozen=True):
 class Config(Section, frozen=True):
     node: str = ""
     state_dir: str = ""
-    drain_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 20.0
+    drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=YEAR_S)] = 20.0
     http: Http = Http()
     mqtt: Mqtt = Mqtt()
     model: Model = Model()
@@ -130,7 +133,7 @@ def load(path: Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
     data: dict[str, Any] = {}
     if path is not None:
         try:
-            data = tomllib.loads(path.read_text(encoding="utf-8"))
+            data = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # a BOM is no error
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}; check --config") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -146,15 +149,21 @@ def load(path: Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
 
 
 def _override(data: dict[str, Any], item: str) -> None:
-    """Apply one `--set a.b=value`: value is TOML if it parses as such, else a plain string."""
+    """Apply one `--set a.b=value`: value is TOML if it parses as such, else a plain string.
+
+    A key that holds text takes `42` or `true` as text, too.
+    """
     key, equals, text = item.partition("=")
-    if not equals or not key.strip():
+    key = key.strip()
+    if not equals or not key:
         raise ConfigError(f"--set {item!r} is not of the form key=value")
     try:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text
-    *tables, leaf = key.strip().split(".")
+    if not isinstance(value, str) and (key, str) in _leaves(Config, ""):
+        value = text.strip()
+    *tables, leaf = key.split(".")
     for name in tables:
         data = data.setdefault(name, {})
         if not isinstance(data, dict):
@@ -162,14 +171,20 @@ def _override(data: dict[str, Any], item: str) -> None:
     data[leaf] = value
 
 
-def valid_keys(struct: type[msgspec.Struct] = Config, prefix: str = "") -> list[str]:
+def valid_keys() -> list[str]:
     """All dotted keys, in the order of their declaration."""
-    keys: list[str] = []
+    return [name for name, _ in _leaves(Config, "")]
+
+
+def _leaves(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, type) of every value, sections opened."""
     for info in msgspec.structs.fields(struct):
         section = _section_of(info.type)
         name = prefix + info.encode_name
-        keys += valid_keys(section, name + ".") if section else [name]
-    return keys
+        if section is not None:
+            yield from _leaves(section, name + ".")
+        else:
+            yield name, info.type
 
 
 def _section_of(annotation: Any) -> type[msgspec.Struct] | None:
@@ -208,6 +223,10 @@ def _checked(config: Config) -> Config:
         raise ConfigError("node: use 1 to 32 characters of a-z, 0-9, _ and -")
     if not config.engines.chain:
         raise ConfigError("engines.chain: name at least one engine (cpu, npu)")
+    if len(set(config.engines.chain)) < len(config.engines.chain):
+        raise ConfigError("engines.chain: name each engine once")
+    if config.npu.required and "npu" not in config.engines.chain:
+        raise ConfigError("npu.required: is set, but engines.chain does not name npu")
     if not is_loopback(config.http.host) and not config.http.api_keys_file:
         raise ConfigError(
             f"http.host: {config.http.host} is not loopback; set http.api_keys_file first "
@@ -244,11 +263,18 @@ def is_loopback(host: str) -> bool:
 
 def _resolve(config: Config) -> Config:
     """Fill in what depends on the machine: node name, state folder, Unix socket."""
-    state_dir = Path(config.state_dir).expanduser() if config.state_dir else default_state_dir()
-    unix_socket = config.http.unix_socket
-    if unix_socket == "auto":
-        runtime = os.environ.get("RUNTIME_DIRECTORY") or str(state_dir)
-        unix_socket = str(Path(runtime.split(":")[0]) / "api.sock")
+    try:
+        state_dir = Path(config.state_dir).expanduser() if config.state_dir else default_state_dir()
+        unix_socket = config.http.unix_socket
+        if unix_socket == "auto":
+            runtime = os.environ.get("RUNTIME_DIRECTORY") or str(state_dir)
+            unix_socket = str(Path(runtime.split(":")[0]) / "api.sock")
+        elif unix_socket:
+            unix_socket = str(Path(unix_socket).expanduser())
+    except RuntimeError:  # a user without a home
+        raise ConfigError(
+            "state_dir, http.unix_socket: the home folder is unknown; give full paths"
+        ) from None
     return msgspec.structs.replace(
         config,
         node=config.node or default_node(),
@@ -272,9 +298,9 @@ def default_node() -> str:
     """
     try:
         machine = Path("/etc/machine-id").read_text(encoding="ascii").strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         machine = ""
-    if not machine:
+    if machine in ("", "uninitialized"):  # the word systemd leaves there until the first boot ends
         machine = str(uuid.getnode())
     suffix = hashlib.sha256(b"edged" + machine.encode()).hexdigest()[:6]
     host = re.sub(r"[^a-z0-9_-]", "-", socket.gethostname().lower().split(".")[0])[:25] or "edged"

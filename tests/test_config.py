@@ -94,6 +94,14 @@ def test_a_key_like_no_other_gets_no_guess(tmp_path: Path) -> None:
         ("generation.top_p=0", "generation.top_p"),
         ("http.write_timeout_s=0", "http.write_timeout_s"),
         ("drain_timeout_s=-1", "drain_timeout_s"),
+        ("drain_timeout_s=inf", "drain_timeout_s"),
+        ("queue.aging_s=nan", "queue.aging_s"),
+        ("cpu.slots=1000", "cpu.slots"),
+        ("cpu.prefill_chunk=100000000000000000000", "cpu.prefill_chunk"),
+        ("queue.max_tokens=100000000000000000000", "queue.max_tokens"),
+        ("engines.chain=['cpu', 'cpu']", "engines.chain"),
+        ("npu.required=true", "npu.required"),
+        ("state_dir=~no-such-user/x", "state_dir"),
         ("engines.chain=[]", "engines.chain"),
         ("engines.chain=['gpu']", "engines.chain"),
         ("mqtt.reply_allow=[1]", "mqtt.reply_allow"),
@@ -145,6 +153,26 @@ def test_set_takes_toml_or_plain_text() -> None:
     assert loaded.mqtt.plain_text is False
     assert loaded.http.allowed_hosts == ("a", "b")
     assert loaded.model.path == "/models/a b.gguf"
+
+
+@pytest.mark.parametrize("text", ["42", "true", "1e5", "2024-01-01", "'42'", "board"])
+def test_a_key_of_text_takes_text_that_looks_like_something_else(text: str) -> None:
+    """A node named 42 needs no second layer of quotes in the shell."""
+    assert config.load(None, (f"node={text}",)).node == text.strip("'")
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell leaves `~` alone after `=`, so we do not make a folder of that name."""
+    monkeypatch.setenv("HOME", "/home/me")
+    loaded = config.load(None, ("state_dir=~/s", "http.unix_socket=~/x.sock"))
+    assert (loaded.state_dir, loaded.http.unix_socket) == ("/home/me/s", "/home/me/x.sock")
+
+
+def test_a_file_from_windows_loads(tmp_path: Path) -> None:
+    """A byte order mark and CRLF are no errors."""
+    path = tmp_path / "edged.toml"
+    path.write_bytes(b"\xef\xbb\xbf[http]\r\nport = 1234\r\n")
+    assert config.load(path).http.port == 1234
 
 
 @pytest.mark.parametrize(
