@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
+
+import structlog
 
 from edged import __version__, config, logs
 from edged.errors import ConfigError, EdgedError, EngineUnavailable
+from edged.systemd import Notifier
 
 EX_OK, EX_FAIL, EX_TEMPFAIL, EX_CONFIG = 0, 1, 75, 78
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    _open_standard_files()
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.verb(arguments))
@@ -35,8 +42,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(error: Exception, code: int) -> int:
-    print(f"edged: {error}", file=sys.stderr)
+    _write(sys.stderr, f"edged: {error}\n")
     return code
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    """Words for a person; a pipe that nobody reads or a full disk changes no exit code."""
+    if stream is not None:
+        with contextlib.suppress(OSError):
+            os.write(stream.fileno(), text.encode("utf-8", "replace"))
+
+
+def _open_standard_files() -> None:
+    """Started with `2>&-`, the next socket would become file 2 and get the log written to it."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,13 +105,14 @@ def _models(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     checked = config.load(arguments.config, tuple(arguments.sets))
     logs.configure(checked.log.level, checked.log.format)
-    from edged import app, models, systemd
+    from edged import app, systemd
 
     notifier = systemd.Notifier.from_environ(os.environ)
     systemd.forget(os.environ)  # children never see them
-    notifier.status("preparing the model")
-    state_dir = Path(checked.state_dir)
-    model_dir = models.ensure_exported(_source(checked, state_dir), state_dir, checked.cpu.dtype)
+    try:
+        model_dir = _prepared(checked, notifier)
+    except KeyboardInterrupt:  # or SIGTERM: nothing runs yet, so this is a stop like any other
+        return EX_OK
 
     async def serve() -> None:
         stop = app.StopSignal()
@@ -102,20 +124,63 @@ def _run(arguments: argparse.Namespace) -> int:
     return EX_OK
 
 
+def _prepared(checked: config.Config, notifier: Notifier) -> Path:
+    """The exported model; blocks for the time of an export. Raises KeyboardInterrupt on SIGTERM."""
+    from edged import models
+
+    log = structlog.get_logger("edged")
+    notifier.status("preparing the model")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with _more_time(notifier):
+            state_dir = Path(checked.state_dir)
+            return models.ensure_exported(
+                _source(checked, state_dir),
+                state_dir,
+                checked.cpu.dtype,
+                lambda line: log.info("preparing_model", what=line),
+            )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _more_time(notifier: Notifier) -> Iterator[None]:
+    """Exporting a large model outlasts TimeoutStartSec, and a start that is cut off begins anew."""
+    done = threading.Event()
+
+    def ask() -> None:
+        while notifier.extend(60.0) and not done.wait(20.0):
+            pass
+
+    thread = threading.Thread(target=ask, name="more-time", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def _source(checked: config.Config, state_dir: Path) -> Path:
     """The model to serve: model.path, else the demo model."""
     from edged import models
 
-    path = Path(checked.model.path).expanduser()
-    if not checked.model.path:
-        path = models.demo_path(state_dir)
-        if not path.exists():
-            raise ConfigError(
-                "model.path: not set, and the demo model is not there; "
-                "run `edged models fetch demo` or set model.path"
-            )
-    if not path.exists():
-        raise ConfigError(f"model.path: {path} does not exist")
+    given = checked.model.path
+    try:
+        path = Path(given).expanduser() if given else models.demo_path(state_dir)
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        if given:
+            raise ConfigError(f"model.path: {path} does not exist") from None
+        raise ConfigError(
+            "model.path: not set, and the demo model is not there; "
+            "run `edged models fetch demo` or set model.path"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"model.path: cannot read {path}: {error.strerror}") from None
+    except RuntimeError:  # a user without a home
+        raise ConfigError("model.path: the home folder is unknown; give a full path") from None
     return path
 
 
@@ -125,7 +190,8 @@ def _greet(checked: config.Config, url: str) -> None:
         return
     base = f"{checked.mqtt.base}/{checked.node}"
     broker = "" if checked.mqtt.url else "  # needs --set mqtt.url=mqtt://127.0.0.1"
-    print(
+    _write(
+        sys.stdout,
         f"""
 edged is ready at {url} (OpenAI base URL {url}/v1), node {checked.node}. Try:
 
@@ -135,5 +201,4 @@ edged is ready at {url} (OpenAI base URL {url}/v1), node {checked.node}. Try:
   mosquitto_pub -t {base}/req/generate -m '{{"id": "1", "prompt": "The sky is"}}'{broker}
     (the answer: mosquitto_sub -t '{base}/res/+' -C 1)
 """,
-        flush=True,
     )

@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,7 @@ def fetch_demo(state_dir: Path, progress: Progress) -> Path:
     progress is called with one line of text per stage.
     """
     target = demo_path(state_dir)
-    with _locked(target):
+    with _locked(target, progress):
         if target.exists():
             return target
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
@@ -76,33 +77,60 @@ def model_dir_for(source: Path, state_dir: Path, dtype: str, target: str = "cpu"
     return state_dir / "models" / "exported" / f"{label}-{dtype}-{target}-{key}"
 
 
-def ensure_exported(source: Path, state_dir: Path, dtype: str, target: str = "cpu") -> Path:
+def ensure_exported(
+    source: Path, state_dir: Path, dtype: str, progress: Progress = lambda line: None
+) -> Path:
     """A model directory for `source`, exported now if it was not before. Raises ModelError.
 
-    dtype, target: as in `edged export`; "auto" = the source's own 4-bit blocks, else 8 bits.
-    Blocks for the time of the export. Two processes that start together export once.
+    Blocks for the time of the export. Two processes that start together export once. What is
+    there is used without a write: the disk may be full or read-only. progress is called with
+    one line of text per stage.
     """
-    if (source / MANIFEST_FILE).is_file():
-        return source
-    if not source.exists():
-        raise ModelError(f"model {source} does not exist; run `edged models fetch demo` or fix it")
-    folder = model_dir_for(source, state_dir, dtype, target)
-    with _locked(folder):
-        if not (folder / MANIFEST_FILE).is_file():
-            _export(source, folder, "--dtype", dtype, "--target", target)
-    return folder
+    try:
+        if (source / MANIFEST_FILE).is_file():
+            return source
+        source.stat()
+        target = model_dir_for(source, state_dir, dtype)
+        if (target / MANIFEST_FILE).is_file():
+            return target
+    except FileNotFoundError:
+        raise ModelError(
+            f"model {source} does not exist; run `edged models fetch demo` or fix it"
+        ) from None
+    except OSError as error:
+        raise ModelError(f"cannot read model {source}: {error.strerror}") from None
+    with _locked(target, progress) as lock:
+        if not (target / MANIFEST_FILE).is_file():
+            progress(f"exporting {source}, once")
+            _export(source, target, dtype, lock)
+    return target
 
 
-def _export(source: Path, folder: Path, *form: str) -> None:
-    shown = sys.stderr.isatty()
-    command = [sys.executable, "-m", "edged.export", "--model", str(source), "--out", str(folder)]
-    command += [*form, "--progress", "on" if shown else "off"]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
-        said = _relay(child, shown)
+def _export(source: Path, target: Path, dtype: str, lock: int) -> None:
+    """The child shares the lock: if we are killed, the next start waits for it to finish."""
+    shown = sys.stderr is not None and sys.stderr.isatty()
+    command = [sys.executable, "-m", "edged.export", "--model", str(source), "--out", str(target)]
+    command += ["--dtype", dtype, "--progress", "on" if shown else "off"]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=(lock,)
+    ) as child:
+        try:
+            said = _relay(child, shown)
+        except BaseException:  # we are asked to stop: so is the child, and what it wrote goes
+            child.kill()
+            child.wait()
+            _sweep(target)
+            raise
     if child.returncode:
-        lines = said.decode(errors="replace").strip().splitlines() or ["no message"]
-        reason = lines[-1].rpartition("\r")[2].removeprefix("edged export: ")
-        raise ModelError(f"export of {source} failed: {reason}")
+        raise ModelError(f"export of {source} failed: {_reason(child.returncode, said)}")
+
+
+def _reason(code: int, said: bytes) -> str:
+    """The last line the exporter said; one that was killed (for memory, mostly) said nothing."""
+    if code < 0:
+        return f"it was killed by {signal.Signals(-code).name}; is there enough memory?"
+    lines = said.decode(errors="replace").strip().splitlines() or [f"it ended with code {code}"]
+    return lines[-1].rpartition("\r")[2].removeprefix("edged export: ")
 
 
 def _relay(child: subprocess.Popen[bytes], shown: bool) -> bytes:
@@ -161,8 +189,8 @@ def _unpack(wheel: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """One process at a time works on `target`; the lock dies with its holder."""
+def _locked(target: Path, progress: Progress) -> Iterator[int]:
+    """One process at a time works on `target`; the lock dies with its holders. Its descriptor."""
     lock = target.parent / f".{target.name}.lock"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -170,9 +198,13 @@ def _locked(target: Path) -> Iterator[None]:
     except OSError as error:
         raise ModelError(f"cannot write to {target.parent}: {error.strerror}") from None
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(f"waiting for another process that works on {target.name}")
+            fcntl.flock(file, fcntl.LOCK_EX)
         _sweep(target)
-        yield
+        yield file.fileno()
 
 
 def _sweep(target: Path) -> None:
