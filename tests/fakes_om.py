@@ -68,6 +68,9 @@ class RandomSource:
             return rng.uniform(0.5, 1.5, shape).astype(np.float32)
         return rng.normal(0, 2.0 / np.sqrt(shape[-1]), shape).astype(np.float32)
 
+    def affine(self, name: str) -> None:
+        """Nothing is stored in blocks here."""
+
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         return self.matrix(name)[start:stop]
 
@@ -92,7 +95,7 @@ def tiny_model(folder: Path, architecture: str = "llama", dtype: str = "fp32") -
     )
     folder.mkdir(parents=True)
     emit = Emitter(folder, lambda _: None)
-    weights = Weights(RandomSource(hyper, 5), emit, bits=0)
+    weights = Weights(RandomSource(hyper, 5), emit, "float")
     PlainGraph(emit, weights, np.dtype(np.float16 if dtype == "fp16" else np.float32)).build()
     emit.close()
     about = {

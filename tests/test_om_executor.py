@@ -429,7 +429,7 @@ def test_smollm2_through_the_twin_says_the_cpu_engines_tokens(
 
     from edged.twin import om
 
-    source, folder = exported("fp32"), tmp_path / "model"
+    source, folder = exported("fp32", "onnx"), tmp_path / "model"
     folder.mkdir()
     shapes = [(b, 1, s) for b in (1, 4) for s in (256, 512)] + [(1, 64, s) for s in (256, 512)]
     om.pack_decoder(source, folder / "model.om", shapes)

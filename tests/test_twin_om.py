@@ -99,10 +99,18 @@ def test_more_than_128_dims_are_refused(tmp_path: Path) -> None:
         om.pack(tmp_path / "wide.onnx", tmp_path / "wide.om", GEARS)
 
 
-def test_eight_bit_exports_are_refused(tmp_path: Path) -> None:
-    """A model directory with 8-bit weights says which export makes an .om."""
-    (tmp_path / "model.json").write_text('{"weights_dtype": "int8"}')
-    with pytest.raises(om.OmError, match="--dtype fp16"):
+@pytest.mark.parametrize(
+    "about",
+    [
+        '{"graph": "edged-graph-v2", "weights_dtype": "int8"}',
+        '{"graph": "edged-graph-v2-inplace", "weights_dtype": "fp32"}',
+    ],
+)
+def test_exports_for_the_cpu_are_refused(tmp_path: Path, about: str) -> None:
+    """A model directory with blocks of weights or onnxruntime's own operators says which export
+    makes an .om."""
+    (tmp_path / "model.json").write_text(about)
+    with pytest.raises(om.OmError, match="--target onnx --dtype fp16"):
         om.pack_decoder(tmp_path, tmp_path / "x.om", [(1, 1, 64), (2, 1, 64)])
 
 

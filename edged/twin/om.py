@@ -19,6 +19,7 @@ import msgspec
 from edged.errors import EdgedError
 
 SUFFIX = ".om"
+PLAIN_GRAPH = "edged-graph-v2"
 _MAGIC = b"edged-twin-om-1\n"
 _LENGTHS = struct.Struct("<QQQ")  # header, graph, weights
 _ALIGNMENT_BYTES = 4096  # a page: onnxruntime maps the weights
@@ -189,8 +190,11 @@ def pack_decoder(
     shapes: the (batch, tokens, context) gears. Raises OmError, OSError.
     """
     about: dict[str, Any] = msgspec.json.decode((folder / "model.json").read_bytes())
-    if about.get("weights_dtype") == "int8":
-        raise OmError(f"{folder} has 8-bit weights; export with --dtype fp16 (or fp32) for an .om")
+    if about.get("graph") != PLAIN_GRAPH or about.get("weights_dtype") not in ("fp16", "fp32"):
+        raise OmError(
+            f"{folder} is {about.get('graph')} with {about.get('weights_dtype')} weights; an .om "
+            "is made of plain operators: export with --target onnx --dtype fp16 (or fp32)"
+        )
     heads, size = about["kv_heads"], about["head_dim"]
     gears = [{"B": b, "T": t, "S": s, "N": b * heads * s * size} for b, t, s in shapes]
     item = 2 if about["cache_dtype"] == "fp16" else 4
