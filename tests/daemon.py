@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,9 +24,14 @@ START_S = 120.0
 
 
 class Daemon:
-    """`edged run` on a free port with a folder of its own; models come from the usual place."""
+    """`edged run` on a free port with a folder of its own; models come from the usual place.
 
-    def __init__(self, *sets: str, environ: dict[str, str] | None = None) -> None:
+    redirect: what a shell would put behind the command, such as ">/dev/full 2>&-".
+    """
+
+    def __init__(
+        self, *sets: str, environ: dict[str, str] | None = None, redirect: str = ""
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="edged-daemon-"))
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -34,6 +41,8 @@ class Daemon:
         command = [sys.executable, "-m", "edged", "run"]
         for item in (*base, *sets):
             command += ["--set", item]
+        if redirect:
+            command = ["sh", "-c", f'exec "$@" {redirect}', "sh", *command]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -77,6 +86,16 @@ class Daemon:
     def running(self) -> int:
         return int(self.get("/edged/v1/status")["running"])
 
+    def slots_busy(self) -> int:
+        """As the worker of the first engine tells it."""
+        return int(self.get("/edged/v1/status")["engines"][0]["running"])
+
+    def steps(self, kind: str) -> int:
+        """Steps of the CPU engine so far: "prefill" or "decode"."""
+        line = rf'^edged_engine_step_seconds_count{{engine="cpu",kind="{kind}"}} ([\d.]+)$'
+        found = re.search(line, self.get("/metrics"), flags=re.M)
+        return int(float(found[1])) if found else 0
+
     def stop(self, signum: int = signal.SIGTERM, within_s: float = 60.0) -> int:
         self.process.send_signal(signum)
         return self.process.wait(within_s)
@@ -87,12 +106,15 @@ class Daemon:
             self.process.kill()
         self.process.wait()
         psutil.wait_procs(workers, timeout=10)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def daemon(*sets: str, environ: dict[str, str] | None = None) -> Iterator[Daemon]:
+def daemon(
+    *sets: str, environ: dict[str, str] | None = None, redirect: str = ""
+) -> Iterator[Daemon]:
     """A ready daemon, gone afterwards with everything it started."""
-    made = Daemon(*sets, environ=environ)
+    made = Daemon(*sets, environ=environ, redirect=redirect)
     try:
         yield made.wait_ready()
     finally:

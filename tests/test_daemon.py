@@ -118,7 +118,7 @@ async def test_mqtt_3_clients_get_their_answer(served: Daemon, mosquitto: Broker
         )
     )
     await asyncio.sleep(1)
-    body = json.dumps({"id": "q1", "prompt": "The capital of France is", "max_tokens": 8})
+    body = json.dumps({"id": "q1", "prompt": "Paris is", "max_tokens": 8, "ignore_eos": True})
     await tool(
         *("mosquitto_pub", "-p", str(mosquitto.port), "-V", "mqttv311", "-q", "1"),
         *("-t", "edged/v1/test/req/generate", "-m", body),
@@ -148,17 +148,25 @@ def test_a_client_that_leaves_frees_its_slot(served: Daemon, stream: bool) -> No
     """Closing the connection in mid-answer ends the work, streaming or not."""
     body = {"messages": QUESTION, "max_tokens": 5000, "ignore_eos": True, "stream": stream}
     sock = post(served, body)
-    until(lambda: served.running() == 1)
+    until(lambda: served.slots_busy() == 1)
     sock.close()
-    until(lambda: served.running() == 0, within_s=5)
+    until(lambda: served.running() == served.slots_busy() == 0, within_s=5)
+    steps = served.steps("decode")
+    time.sleep(0.5)
+    assert served.steps("decode") == steps
 
 
 def test_a_client_that_leaves_in_a_long_prefill_frees_its_slot(served: Daemon) -> None:
-    """Leaving in the middle of a 6,000-token prefill ends it, and the next request is quick."""
+    """Leaving in the middle of a 6,000-token prefill costs at most the chunk under way."""
+    before = served.steps("prefill")
     sock = post(served, {"prompt": "word " * 6000, "max_tokens": 5}, "/v1/completions")
-    until(lambda: served.running() == 1)
+    until(lambda: served.steps("prefill") > before)
     sock.close()
     until(lambda: served.running() == 0, within_s=5)
+    left = served.steps("prefill")
+    until(lambda: served.slots_busy() == 0)
+    assert served.steps("prefill") <= left + 1
+    assert left - before < 15  # of 24 chunks: it was in the middle
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as after:
         assert after.completions.create(model="", prompt="Hi", max_tokens=2, timeout=60)
 
@@ -183,7 +191,9 @@ def test_killing_the_worker_ends_the_stream_and_the_next_request_succeeds(served
             list(stream)
         assert failed.value.code == "engine_fault"
 
-        answer = api.completions.create(model="", prompt="Once", max_tokens=4, timeout=120)
+        answer = api.completions.create(
+            model="", prompt="Once", max_tokens=4, timeout=120, extra_body={"ignore_eos": True}
+        )
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 4
     assert served.get("/edged/v1/status")["engines"][0]["restarts"] == 1
@@ -242,6 +252,41 @@ def test_a_second_signal_forces_the_end() -> None:
         assert heard == ["shutting_down"]
 
 
+def test_a_stop_during_the_start_is_a_clean_stop() -> None:
+    """SIGTERM while the worker loads: exit 0 at once, and nobody is told that it is ready."""
+    starting = Daemon()
+    try:
+        until(lambda: bool(starting.workers()))
+        assert starting.stop(within_s=20) == 0
+        assert "edged is ready" not in starting.log
+        assert '"event": "ready"' not in starting.log
+        assert not starting.workers()
+    finally:
+        starting.close()
+
+
+def test_output_that_nobody_takes_does_not_stop_the_daemon() -> None:
+    """A full disk behind stdout and a closed stderr: it starts, answers and ends with 0."""
+    with daemon(redirect=">/dev/full 2>&- <&-") as running:
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0) as api:
+            assert api.completions.create(model="", prompt="Hi", max_tokens=2)
+        assert running.stop() == 0
+
+
+def test_two_daemons_do_not_take_each_others_socket() -> None:
+    """A second daemon on the Unix socket of a living one is refused; the first goes on."""
+    with daemon() as first:
+        second = Daemon(f"http.unix_socket={first.socket}")
+        try:
+            assert second.process.wait(60) == 1
+            assert str(first.socket) in second.log.splitlines()[-1]
+        finally:
+            second.close()
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(first.socket))
+        assert first.stop() == 0
+
+
 def test_a_killed_daemon_leaves_no_worker() -> None:
     """kill -9 of the daemon takes its worker along."""
     with daemon() as running:
@@ -256,20 +301,31 @@ def test_systemd_hears_ready_watchdog_and_stopping(tmp_path: Path) -> None:
     """READY comes once requests are served, WATCHDOG keeps coming, STOPPING comes on SIGTERM."""
     address = tmp_path / "notify"
     said: list[str] = []
+    served_then: list[Any] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
         notify.bind(str(address))
-        reader = threading.Thread(
-            target=lambda: said.extend(m.decode() for m in iter(lambda: notify.recv(4096), b"end"))
-        )
-        reader.start()
+
+        def listen() -> None:
+            for message in iter(lambda: notify.recv(4096), b"end"):
+                said.append(message.decode())
+                if message == b"READY=1":
+                    served_then.append(running.get("/readyz"))
+
+        reader = threading.Thread(target=listen)
         environ = {"NOTIFY_SOCKET": str(address), "WATCHDOG_USEC": "1000000"}
-        with daemon(environ=environ) as running:
+        running = Daemon(environ=environ)
+        reader.start()
+        try:
+            running.wait_ready()
             time.sleep(1.5)
             assert running.stop() == 0
+        finally:
+            running.close()
         notify.sendto(b"end", str(address))
         reader.join(10)
     order = [line for line in said if line.split("=")[0] in ("READY", "STOPPING")]
     assert order == ["READY=1", "STOPPING=1"]
+    assert len(served_then) == 1  # /readyz said 200 at that moment, or get() had raised
     assert sum("WATCHDOG=1" in line for line in said) >= 2
     assert any(line.startswith("STATUS=normal") for line in said)
 
@@ -280,6 +336,7 @@ def test_systemd_hears_ready_watchdog_and_stopping(tmp_path: Path) -> None:
         (("http.prot=1",), 78, "http.port"),
         (("model.path=/nowhere.gguf",), 78, "/nowhere.gguf"),
         (("engines.chain=['npu']",), 75, "npu"),
+        (("engines.chain=['cpu','npu']", "npu.required=true"), 75, "npu.required"),
     ],
 )
 def test_exit_codes_tell_configuration_from_engines(
@@ -298,6 +355,7 @@ def test_exit_codes_tell_configuration_from_engines(
 def test_an_engine_that_cannot_start_leaves_the_node_degraded() -> None:
     """With a second engine in the chain the node serves, says degraded, and keeps trying."""
     with daemon("engines.chain=['npu','cpu']") as running:
+        until(lambda: running.get("/edged/v1/status")["engines"][0]["restarts"] >= 1)
         status = running.get("/edged/v1/status")
         assert status["mode"] == "degraded"
         assert "npu" in status["reason"]
