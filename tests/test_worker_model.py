@@ -107,6 +107,21 @@ def test_a_prefix_copied_from_a_busy_slot_changes_nothing(
     assert next(row for row in rig.rows if row.stream == 2).cached_tokens == LENGTHS[7] - 1
 
 
+def test_a_hole_in_the_window_keeps_its_rows(
+    rig: Rig, prompts: list[list[int]], alone: list[list[int]]
+) -> None:
+    """A free slot between two running streams still holds its conversation afterwards."""
+    for stream, count in ((0, 12), (1, 2), (2, 12)):  # too soon for a compaction
+        rig.say(ask(stream, prompts[stream + 3], count))
+    rig.drain()
+    rig.say(ask(3, prompts[4], SAID))
+    rig.drain()
+    assert rig.ids[0] == alone[3][:12]
+    assert rig.ids[2] == alone[5][:12]
+    assert rig.ids[3] == alone[4]
+    assert next(row for row in rig.rows if row.stream == 3).cached_tokens == LENGTHS[4] - 1
+
+
 def test_a_continuation_goes_on_with_the_same_tokens(
     rig: Rig, prompts: list[list[int]], alone: list[list[int]]
 ) -> None:

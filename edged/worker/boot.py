@@ -94,10 +94,11 @@ def warm_up(executor: Executor, launch: wire.Launch) -> float:
     """Run one chunk and the widest decode step; seconds of the slower one when warm."""
     gears = executor.gears
     slowest_s = 0.0
-    for batch, tokens in ((1, launch.prefill_chunk), (gears.batch[-1], 1)):
+    chunk = max(1, min(launch.prefill_chunk, executor.context))
+    for batch, tokens in ((1, chunk), (gears.batch[-1], 1)):
         for _ in range(2):
             started_s = time.monotonic()
-            executor.run(empty_batch(0, batch, gear(max(1, tokens), gears.tokens)))
+            executor.run(empty_batch(0, batch, gear(tokens, gears.tokens)))
             took_s = time.monotonic() - started_s
         slowest_s = max(slowest_s, took_s)
     return slowest_s

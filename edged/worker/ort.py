@@ -1,6 +1,6 @@
-"""Executor on onnxruntime (CPU): the cache is one NumPy block, the graph reads windows of it.
+"""Executor on onnxruntime (CPU), for both flavours of edged-graph v2: plain and fused.
 
-The only file that imports onnxruntime. Nothing is copied but the new rows.
+The only file that imports onnxruntime. Every array a step needs is bound in place and reused.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from edged.errors import EdgedError
-from edged.worker.contract import ContractError, ModelSpec, Tensor, cache_names, check_graph
+from edged.worker.contract import (
+    ContractError,
+    ModelSpec,
+    Tensor,
+    cache_names,
+    check_graph,
+    is_fused,
+)
 from edged.worker.executor import Batch, Floats, StepError
+from edged.worker.ort_cache import Array, CacheBlock
 from edged.worker.plan import ALONE_CHUNK_TOKENS, Gears
 
 _TYPES = {"tensor(int32)": "int32", "tensor(float)": "fp32", "tensor(float16)": "fp16"}
-_CACHE_TYPES: dict[str, type[np.floating[Any]]] = {"fp32": np.float32, "fp16": np.float16}
 # onnxruntime's own kinds have no common base but Exception.
 _ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -33,7 +40,7 @@ _ERRORS: tuple[type[Exception], ...] = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
-_BOUND_SHAPES = 64  # prepared bindings kept; about 1 ms to prepare one
+_BOUND_SHAPES = 64  # prepared bindings kept; about half a millisecond to prepare one
 
 
 @dataclass(frozen=True)
@@ -45,90 +52,86 @@ class _Bound:
     position_ids: npt.NDArray[np.int32]
     past_len: npt.NDArray[np.int32]
     logit_idx: npt.NDArray[np.int32]
-    new: npt.NDArray[Any]  # [2L, B, Hk, T, D]
+    new: Array  # [2L, B, Hk, T, D]; unused by a fused graph
     logits: Floats
 
 
 class OrtExecutor:
-    """See edged.worker.executor.Executor. Cache: [2L, slots, Hk, S, D]."""
+    """See edged.worker.executor.Executor."""
 
     def __init__(self, spec: ModelSpec, slots: int, threads: int) -> None:
         self._spec = spec
         self._slots = slots
-        self._dtype = np.dtype(_CACHE_TYPES[spec.cache_dtype])
         self._session = _open(spec, threads)
-        self._names = cache_names(spec.layers)
+        self._fused = is_fused(_tensors(self._session.get_outputs()))
+        self._names = cache_names(spec.layers, self._fused)
         self.gears = Gears(
             batch=tuple(range(1, slots + 1)), tokens=(), context=context_gears(spec.context_tokens)
         )
-        self._scratch: dict[str, npt.NDArray[Any]] = {}
+        self._cache = CacheBlock(spec, slots, self.gears.context[0])
+        self._scratch: dict[str, Array] = {}
         self._bound: dict[tuple[int, int, int], _Bound] = {}
-        self._reserve(slots, ALONE_CHUNK_TOKENS)
-        self.context = self.gears.context[0]
-        self._cache = self._block(self.context)
+        self._reserve(max(slots, ALONE_CHUNK_TOKENS))
         self._positions = np.arange(self.context, dtype=np.int32)
 
+    @property
+    def context(self) -> int:
+        return self._cache.context
+
     def run(self, batch: Batch) -> Floats:
-        bound = self._bind(batch.lo, *batch.shape)
+        bound = self._prepared(batch.lo, *batch.shape)
         bound.input_ids[:] = batch.input_ids
         bound.position_ids[:] = batch.position_ids
         bound.past_len[:] = batch.past_len
         bound.logit_idx[:] = batch.logit_idx
-        try:
-            self._session.run_with_iobinding(bound.binding)
-        except _ERRORS as error:
-            raise _memory_or(StepError, error, "") from None
-        for row, count in enumerate(batch.fresh):
-            if count:
-                past = int(batch.past_len[row, 0])
-                target = self._cache[:, batch.lo + row, :, past : past + count]
-                target[:] = bound.new[:, row, :, :count]
+        if self._fused:
+            with self._cache.spared(batch):
+                self._execute(bound)
+        else:
+            self._execute(bound)
+            self._cache.append(batch, bound.new)
         return bound.logits
 
     def repack(self, context: int, rows: Sequence[int]) -> None:
-        cache = self._block(context)
-        for slot, count in enumerate(rows):
-            cache[:, slot, :, :count] = self._cache[:, slot, :, :count]
         self._bound.clear()  # they point into the old block
-        self._cache, self.context = cache, context
+        self._cache.repack(context, rows)
         self._positions = np.arange(context, dtype=np.int32)
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
-        self._cache[:, target, :, :rows] = self._cache[:, source, :, :rows]
+        self._cache.copy_rows(source, target, rows)
 
     def zero_slot(self, slot: int) -> None:
-        self._cache[:, slot] = 0
+        self._cache.zero_slot(slot)
 
     def close(self) -> None:
         self._bound.clear()
         del self._session
 
-    def _block(self, context: int) -> npt.NDArray[Any]:
-        """Zeroed: masked rows weigh 0, and 0 x NaN is NaN. Pages come only when written."""
-        spec = self._spec
-        shape = (2 * spec.layers, self._slots, spec.kv_heads, context, spec.head_dim)
-        return np.zeros(shape, self._dtype)
+    def _execute(self, bound: _Bound) -> None:
+        try:
+            self._session.run_with_iobinding(bound.binding)
+        except _ERRORS as error:
+            raise _memory_or(StepError, error, "") from None
 
-    def _reserve(self, batch: int, tokens: int) -> None:
-        """Memory for the small inputs and all outputs, shared by every shape up to this size."""
+    def _reserve(self, rows: int) -> None:
+        """Memory for the small inputs and all outputs, shared by every shape up to B*T = rows."""
         spec = self._spec
-        rows = max(batch, tokens)
-        per_token = 2 * spec.layers * spec.kv_heads * spec.head_dim
+        per_row = 0 if self._fused else 2 * spec.layers * spec.kv_heads * spec.head_dim
         self._bound.clear()
         self._scratch = {
             "input_ids": np.zeros(rows, np.int32),
             "position_ids": np.zeros(rows, np.int32),
-            "past_len": np.zeros(batch, np.int32),
-            "logit_idx": np.zeros(batch, np.int32),
-            "new": np.zeros(rows * per_token, self._dtype),
-            "logits": np.zeros(batch * spec.vocab, np.float32),
+            "past_len": np.zeros(self._slots, np.int32),
+            "logit_idx": np.zeros(self._slots, np.int32),
+            "new": np.zeros(rows * per_row, self._cache.dtype),
+            "logits": np.zeros(self._slots * spec.vocab, np.float32),
         }
 
-    def _bind(self, lo: int, batch: int, tokens: int) -> _Bound:
+    def _prepared(self, lo: int, batch: int, tokens: int) -> _Bound:
         key = (lo, batch, tokens)
         if key not in self._bound:
             if batch * tokens > len(self._scratch["input_ids"]):
-                self._reserve(self._slots, batch * tokens)
+                self._reserve(batch * tokens)
             if len(self._bound) >= _BOUND_SHAPES:
                 self._bound.pop(next(iter(self._bound)))
             self._bound[key] = self._prepare(lo, batch, tokens)
@@ -136,27 +139,28 @@ class OrtExecutor:
 
     def _prepare(self, lo: int, batch: int, tokens: int) -> _Bound:
         spec = self._spec
-        new_shape = (2 * spec.layers, batch, spec.kv_heads, tokens, spec.head_dim)
+        heads = 0 if self._fused else spec.kv_heads
         bound = _Bound(
             self._session.io_binding(),
-            self._carve("input_ids", (batch, tokens)),
-            self._carve("position_ids", (batch, tokens)),
-            self._carve("past_len", (batch, 1)),
-            self._carve("logit_idx", (batch,)),
-            self._carve("new", new_shape),
-            self._carve("logits", (batch, spec.vocab)),
+            self._carve("input_ids", batch, tokens),
+            self._carve("position_ids", batch, tokens),
+            self._carve("past_len", batch, 1),
+            self._carve("logit_idx", batch),
+            self._carve("new", 2 * spec.layers, batch, heads, tokens, spec.head_dim),
+            self._carve("logits", batch, spec.vocab),
         )
+        binding = bound.binding
         for name in ("input_ids", "position_ids", "past_len", "logit_idx"):
-            _bind(bound.binding.bind_input, name, getattr(bound, name))
-        _bind(bound.binding.bind_input, "kv_pos", self._positions)
+            _bind(binding.bind_input, name, getattr(bound, name))
+        _bind(binding.bind_input, "kv_pos", self._positions)
         for i, (past, new) in enumerate(self._names):
-            window = self._cache[i, lo : lo + batch].reshape(-1)
-            _bind(bound.binding.bind_input, past, window)
-            _bind(bound.binding.bind_output, new, bound.new[i])
-        _bind(bound.binding.bind_output, "logits", bound.logits)
+            window = self._cache.array[i, lo : lo + batch]
+            _bind(binding.bind_input, past, window if self._fused else window.reshape(-1))
+            _bind(binding.bind_output, new, window if self._fused else bound.new[i])
+        _bind(binding.bind_output, "logits", bound.logits)
         return bound
 
-    def _carve(self, name: str, shape: tuple[int, ...]) -> Any:
+    def _carve(self, name: str, *shape: int) -> Array:
         return self._scratch[name][: int(np.prod(shape))].reshape(shape)
 
 
@@ -170,7 +174,7 @@ def context_gears(context_tokens: int) -> tuple[int, ...]:
     return (*gears, context_tokens)
 
 
-def _bind(method: Any, name: str, array: npt.NDArray[Any]) -> None:
+def _bind(method: Any, name: str, array: Array) -> None:
     """Bind memory in place; it must outlive the binding."""
     method(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
