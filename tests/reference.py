@@ -76,6 +76,7 @@ class LlamaCpp:
         params.n_gpu_layers = 0
         # A float32 cache: the default float16 would differ from our float32 graph by itself.
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.fit_params = False
         params.ui = False
         params.warmup = False

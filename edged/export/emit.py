@@ -5,6 +5,7 @@ Knows nothing of transformers; the graphs (plain.py, cpu.py) say what to emit.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ _TYPES = {
 }
 
 
-class Emitter:
-    """One graph under construction in `folder`. Close it to write model.onnx."""
+class Emitter(contextlib.AbstractContextManager["Emitter"]):
+    """One graph under construction in `folder`; `finish` writes model.onnx."""
 
     def __init__(self, folder: Path, progress: Callable[[int], None]) -> None:
         self._folder = folder
@@ -41,6 +42,9 @@ class Emitter:
         self._outputs: list[Any] = []
         self._small: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._count = 0
+
+    def __exit__(self, *_: object) -> None:
+        self._data.close()
 
     def input(self, name: str, dtype: Any, shape: Sequence[int | str]) -> str:
         self._inputs.append(_value(name, dtype, shape))
@@ -114,8 +118,8 @@ class Emitter:
         self._initialisers.append(tensor)
         return name
 
-    def close(self, domains: Sequence[str] = ()) -> None:
-        """Check and write the graph. domains: operator sets used besides ONNX's own."""
+    def finish(self, domains: Sequence[str] = ()) -> None:
+        """Write and check the graph. domains: operator sets used besides ONNX's own."""
         self._data.close()
         graph = helper.make_graph(
             self._nodes, "edged", self._inputs, self._outputs, self._initialisers

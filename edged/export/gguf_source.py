@@ -80,9 +80,13 @@ class GgufSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(int(size) for size in reversed(self._find(name).shape))
 
-    def _find(self, name: str) -> Any:
+    def label(self, name: str) -> str:
+        """The tensor's name in the file."""
         layer, _, part = name.rpartition(".")
-        full = f"blk.{layer}.{_LAYER[part]}" if layer else _TOP[part]
+        return f"blk.{layer}.{_LAYER[part]}" if layer else _TOP[part]
+
+    def _find(self, name: str) -> Any:
+        full = self.label(name)
         if full not in self._tensors:
             raise ExportError(f"tensor {full} is missing in {self._path.name}; the file is damaged")
         return self._tensors[full]

@@ -96,9 +96,13 @@ class HfSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._find(name).shape
 
-    def _find(self, name: str) -> _Entry:
+    def label(self, name: str) -> str:
+        """The tensor's name in the files."""
         layer, _, part = name.rpartition(".")
-        full = f"model.layers.{layer}.{_LAYER[part]}" if layer else _TOP[part]
+        return f"model.layers.{layer}.{_LAYER[part]}" if layer else _TOP[part]
+
+    def _find(self, name: str) -> _Entry:
+        full = self.label(name)
         if full not in self._entries:
             raise ExportError(f"tensor {full} is missing in {self._folder}; the model is damaged")
         return self._entries[full]
@@ -110,8 +114,10 @@ class HfSource:
         self._refuse_unsupported()
         heads = self._int("num_attention_heads")
         head_dim = int(config.get("head_dim") or self._int("hidden_size") // heads)
-        rope = config.get("rope_parameters") or config.get("rope_scaling")
-        theta = float((rope or {}).get("rope_theta") or config.get("rope_theta") or 10_000.0)
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise ExportError(f"rope_scaling {rope!r} in config.json is not an object")
+        theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
         return Hyper(
             architecture=arch,
             name=str(config.get("_name_or_path") or self._folder.resolve().name),

@@ -6,7 +6,7 @@ Pure values; both readers fill them in and both graphs are built from them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,32 @@ class Hyper:
     def kv_rows(self) -> int:
         return self.kv_heads * self.head_dim
 
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of every tensor the graph needs."""
+        yield "embed", (self.vocab, self.hidden)
+        yield "norm", (self.hidden,)
+        if not self.tied:
+            yield "head", (self.vocab, self.hidden)
+        layer: dict[str, tuple[int, ...]] = {
+            "attn_norm": (self.hidden,),
+            "ffn_norm": (self.hidden,),
+            "q": (self.q_rows, self.hidden),
+            "k": (self.kv_rows, self.hidden),
+            "v": (self.kv_rows, self.hidden),
+            "o": (self.hidden, self.q_rows),
+            "gate": (self.ffn, self.hidden),
+            "up": (self.ffn, self.hidden),
+            "down": (self.hidden, self.ffn),
+        }
+        if self.family.qkv_bias:
+            layer |= {"q_bias": (self.q_rows,), "k_bias": (self.kv_rows,)}
+            layer |= {"v_bias": (self.kv_rows,)}
+        if self.family.qk_norm:
+            layer |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
+        for i in range(self.layers):
+            for part, shape in layer.items():
+                yield f"{i}.{part}", shape
+
     def check(self) -> Hyper:
         """Itself, or ExportError when the sizes contradict each other."""
         sizes = (self.layers, self.hidden, self.heads, self.kv_heads, self.head_dim)
@@ -105,15 +131,18 @@ class Hyper:
         return self
 
 
-def scaled_rope(theta: float, head_dim: int, scaling: Mapping[str, Any] | None) -> Rope:
-    """Rope from a Hugging Face rope_scaling mapping (None, default, linear or llama3)."""
-    kind = str((scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default")
-    if scaling is None or kind == "default":
+def scaled_rope(theta: float, head_dim: int, scaling: Mapping[str, Any]) -> Rope:
+    """Rope from a Hugging Face rope_scaling mapping: empty, default, linear or llama3."""
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    if kind == "default":
         return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, kind, (float(scaling["factor"]),) * (head_dim // 2))
-    if kind == "llama3":
-        return Rope(theta, kind, _llama3_divisors(theta, head_dim, scaling))
+    try:
+        if kind == "linear":
+            return Rope(theta, kind, (float(scaling["factor"]),) * (head_dim // 2))
+        if kind == "llama3":
+            return Rope(theta, kind, _llama3_divisors(theta, head_dim, scaling))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ExportError(f"rope scaling {kind!r} lacks a number: {error}") from None
     raise ExportError(f"rope scaling {kind!r} is not supported; edged exports linear and llama3")
 
 

@@ -25,7 +25,7 @@ from edged.export.gguf_source import GgufSource
 from edged.export.hf_source import HfSource
 from edged.export.manifest import manifest
 from edged.export.plain import PlainGraph
-from edged.export.weights import CONTRIB, Weights
+from edged.export.weights import CONTRIB, Weights, check_tensors
 from edged.models import MANIFEST_FILE
 
 
@@ -62,6 +62,7 @@ def export(model: Path, out: Path, form: Form, hide_bar: bool | None = None) -> 
     """
     form.check()
     source = open_source(model)
+    check_tensors(source)
     with _beside(out) as folder:
         _check_room(source, folder, form)
         described = manifest(source, model, folder, form)  # first: it may refuse the tokenizer
@@ -81,14 +82,16 @@ def open_source(model: Path) -> GgufSource | HfSource:
 
 def _graph(source: GgufSource | HfSource, folder: Path, form: Form, hide_bar: bool | None) -> None:
     total = _data_bytes(source, form)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="export", disable=hide_bar) as bar:
-        emit = Emitter(folder, bar.update)
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, desc="export", disable=hide_bar) as bar,
+        Emitter(folder, bar.update) as emit,
+    ):
         weights = Weights(source, emit, form.recipe)
         if form.target == "cpu":
             CpuGraph(emit, weights).build()
         else:
             PlainGraph(emit, weights, form.float_type).build()
-        emit.close([CONTRIB] if form.target == "cpu" or form.recipe != "float" else [])
+        emit.finish([CONTRIB] if form.target == "cpu" or form.recipe != "float" else [])
         bar.total = bar.n  # the estimate does not know which matrices have blocks of their own
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from edged.export import ExportError
 from edged.export.blocks import BLOCK, Affine, Packed, pack4, quantise8
 from edged.export.emit import Emitter
 from edged.export.form import Recipe
@@ -33,8 +34,23 @@ class Source(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
+    def label(self, name: str) -> str:
+        """The tensor's name in the source."""
+
     def affine(self, name: str) -> Affine | None:
         """The matrix's own 4-bit blocks of 32, if it is stored so."""
+
+
+def check_tensors(source: Source) -> None:
+    """Every tensor is there, readable and of its size. Raises ExportError before the long work."""
+    for name, wanted in source.hyper.tensor_shapes():
+        found = source.shape(name)
+        if found != wanted:
+            raise ExportError(
+                f"tensor {source.label(name)} is {list(found)}, the header wants {list(wanted)}; "
+                "the model is damaged"
+            )
+        source.rows(name, 0, 1)
 
 
 class Weights:
