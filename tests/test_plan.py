@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from edged.core import Limits
 from edged.worker.plan import (
-    ALONE_CHUNK_TOKENS,
     COMPACT_AFTER_STEPS,
     SHRINK_AFTER_STEPS,
     Gears,
@@ -109,21 +108,6 @@ def test_nothing_runs_without_streams_or_permission() -> None:
     assert plan_step([], SLOTS, Limits(8), FREE, memory) == (None, memory)
     assert plan_step(decoding(0), SLOTS, Limits(0), FREE, memory) == (None, memory)
     assert plan_step(decoding(0), SLOTS, Limits(8, duty=0.0), FREE, memory) == (None, memory)
-
-
-def test_chunks_are_larger_when_nobody_waits_for_a_decode_step() -> None:
-    """prefill_chunk bounds the stall of other streams; alone a prompt runs in larger pieces."""
-    prompt = SlotView(0, 0, 1000, 0, 0)
-
-    def chunk(views: list[SlotView], size: int) -> int:
-        step, _ = plan_step(views, SLOTS, Limits(8, prefill_chunk=size), FREE, Memory(256))
-        assert isinstance(step, StepPlan)
-        return step.fresh[0][1]
-
-    assert chunk([prompt], 64) == ALONE_CHUNK_TOKENS
-    assert chunk([prompt], 16) == 64
-    assert chunk([prompt], 512) == 512
-    assert chunk([prompt, *decoding(1)], 64) == 64
 
 
 def test_chunks_go_in_turn_to_the_oldest_and_to_the_shortest() -> None:

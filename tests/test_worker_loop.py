@@ -118,7 +118,7 @@ def test_a_cancel_frees_the_slot_in_the_middle_of_a_prefill() -> None:
     with rig(context=64) as r:
         r.say(ask(1, list(range(60)), 4))
         r.turn(2)
-        assert r.executor.runs == [(1, 16, 1), (1, 16, 1)]
+        assert r.executor.runs == [(1, 4, 1), (1, 4, 1)]
         r.say(wire.Cancel(1))
         (report,) = r.turn()
         assert isinstance(report, wire.Report)
@@ -149,6 +149,19 @@ def test_a_poisoned_row_ends_one_stream_only() -> None:
         r.say(ask(3, [1, 2], 10))
         r.drain()
         assert r.ids[3] == solo_tokens([1, 2], 10)
+
+
+def test_a_row_poisoned_in_mid_prompt_never_reaches_another_stream() -> None:
+    """The fault is found in the chunk where it happens, not when the first token is drawn."""
+    with rig() as r:
+        r.say(ask(1, list(range(20, 40)), 4))
+        r.turn()
+        r.executor.poisoned.add(0)
+        r.turn()
+        assert r.ends[1] == ["row_fault"]
+        r.say(ask(2, list(range(20, 40)), 4))
+        r.drain()
+        assert r.ids[2] == solo_tokens(list(range(20, 40)), 4)
 
 
 def test_a_failed_step_is_repeated_and_a_lasting_failure_is_fatal() -> None:

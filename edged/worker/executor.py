@@ -54,7 +54,7 @@ def empty_batch(lo: int, batch: int, tokens: int) -> Batch:
     return Batch(
         lo=lo,
         input_ids=np.zeros((batch, tokens), np.int32),
-        position_ids=np.tile(np.arange(tokens, dtype=np.int32), (batch, 1)),
+        position_ids=np.repeat(np.arange(tokens, dtype=np.int32)[None], batch, axis=0),
         past_len=np.zeros((batch, 1), np.int32),
         logit_idx=np.arange(batch, dtype=np.int32) * tokens,
         fresh=[0] * batch,

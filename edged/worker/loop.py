@@ -166,24 +166,30 @@ class StepLoop:
             past = slot.rows
             batch.input_ids[row, :count] = slot.tokens[past : past + count]
             batch.position_ids[row] += past
-            # Padding of a fixed chunk shape stays within the tables, above every valid position.
-            np.minimum(batch.position_ids[row], own_context, out=batch.position_ids[row])
+            if count < plan.tokens:
+                # Padding stays within the tables, above every valid position.
+                np.minimum(batch.position_ids[row], own_context, out=batch.position_ids[row])
             batch.past_len[row, 0] = past
             batch.logit_idx[row] += count - 1
             batch.fresh[row] = count
         return batch
 
     def _commit(self, plan: StepPlan, logits: Floats) -> list[wire.Row]:
-        """Count the new rows, draw where a stream's last id was computed, tell the news."""
+        """Count the new rows and draw a token for each; the news of those that came to count.
+
+        In the middle of a prompt the token is dropped, but a row that is not finite ends the
+        stream there too: its cache must not reach anybody else.
+        """
         streams = {s.slot.index: s for s in self._streams.values()}
-        due: list[tuple[int, Stream]] = []
-        for index, count in plan.fresh:
-            slot = streams[index].slot
-            slot.rows += count
-            if slot.rows == len(slot.tokens):
-                due.append((index - plan.lo, streams[index]))
-        drawn = self._sampler.draw(logits, [(row, s.draw) for row, s in due]) if due else []
-        return [self._emit(s, d) for (_, s), d in zip(due, drawn, strict=True)]
+        active = [streams[index] for index, _ in plan.fresh]
+        for stream, (_, count) in zip(active, plan.fresh, strict=True):
+            stream.slot.rows += count
+        drawn = self._sampler.draw(logits, [(s.slot.index - plan.lo, s.draw) for s in active])
+        return [
+            self._emit(stream, token)
+            for stream, token in zip(active, drawn, strict=True)
+            if token.token == FAULT or stream.slot.rows == len(stream.slot.tokens)
+        ]
 
     def _emit(self, stream: Stream, drawn: Drawn) -> wire.Row:
         """The row of one drawn token; ends the stream where it must."""

@@ -25,7 +25,7 @@ from edged.worker.contract import (
 )
 from edged.worker.executor import Batch, Floats, StepError
 from edged.worker.ort_cache import Array, CacheBlock
-from edged.worker.plan import ALONE_CHUNK_TOKENS, Gears
+from edged.worker.plan import Gears
 
 _TYPES = {"tensor(int32)": "int32", "tensor(float)": "fp32", "tensor(float16)": "fp16"}
 # onnxruntime's own kinds have no common base but Exception.
@@ -40,6 +40,7 @@ _ERRORS: tuple[type[Exception], ...] = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
+_RESERVED_ROWS = 64  # the usual prefill chunk; larger shapes reserve more
 _BOUND_SHAPES = 64  # prepared bindings kept; about half a millisecond to prepare one
 
 
@@ -71,7 +72,7 @@ class OrtExecutor:
         self._cache = CacheBlock(spec, slots, self.gears.context[0])
         self._scratch: dict[str, Array] = {}
         self._bound: dict[tuple[int, int, int], _Bound] = {}
-        self._reserve(max(slots, ALONE_CHUNK_TOKENS))
+        self._reserve(max(slots, _RESERVED_ROWS))
         self._positions = np.arange(self.context, dtype=np.int32)
 
     @property

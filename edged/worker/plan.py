@@ -16,8 +16,6 @@ from edged.core import Limits
 ROTATE_TOKENS = 32  # a stream above a lowered max_batch waits for at most this many per rival
 COMPACT_AFTER_STEPS = 16  # decode steps in too wide a window before a slot is moved
 SHRINK_AFTER_STEPS = 64  # steps in too long a context before the slots are re-packed
-ALONE_CHUNK_FACTOR = 4  # nobody waits for a decode step: larger chunks cost less per token
-ALONE_CHUNK_TOKENS = 256
 
 Kind = Literal["prefill", "decode"]
 
@@ -92,7 +90,7 @@ def plan_step(
     filling = [v for v in views if v.remaining > 1]
     if filling and (not ready or memory.last == "decode"):
         view = min(filling, key=lambda v: (v.remaining if memory.favour_short else 0, v.order))
-        step = _prefill(view, bool(ready), limits, gears)
+        step = _prefill(view, limits, gears)
         memory = replace(memory, last="prefill", favour_short=not memory.favour_short)
         return _at_context(step, views, gears, memory)
     members, most = _members(ready, limits, gears)
@@ -108,10 +106,9 @@ def plan_step(
     return _at_context(step, views, gears, replace(memory, last="decode"))
 
 
-def _prefill(view: SlotView, others_decode: bool, limits: Limits, gears: Gears) -> StepPlan:
+def _prefill(view: SlotView, limits: Limits, gears: Gears) -> StepPlan:
+    # Not larger when nobody decodes: 64 ids cost per id what 256 do, and a cancel acts sooner.
     chunk = max(1, limits.prefill_chunk)
-    if not others_decode:
-        chunk = max(chunk, min(ALONE_CHUNK_FACTOR * chunk, ALONE_CHUNK_TOKENS))
     tokens = gear(min(view.remaining, chunk), gears.tokens)
     fresh = ((view.index, min(view.remaining, chunk, tokens)),)
     return StepPlan("prefill", view.index, 1, tokens, 0, fresh)
