@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 from fakes_twin import make_board
 from fakes_worker import Rig
+from tiny import Tiny
 
 from edged.core import Limits
-from edged.export.emit import Emitter
-from edged.export.hyper import Hyper, Rope, family
-from edged.export.plain import PlainGraph
-from edged.export.weights import Weights
+from edged.export.form import Form
+from edged.export.run import export
 from edged.twin import om
 from edged.twin.acl import Library
 from edged.twin.state import TwinState
@@ -31,87 +30,14 @@ BATCHES = (1, 2, 4)
 SHAPES = [(b, 1, s) for b in BATCHES for s in CONTEXTS] + [(1, CHUNK, s) for s in CONTEXTS]
 
 
-class RandomSource:
-    """Weights drawn from a seed, named as the exporter asks for them."""
-
-    def __init__(self, hyper: Hyper, seed: int) -> None:
-        self.hyper = hyper
-        self._seed = seed
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        h = self.hyper
-        part = name.rpartition(".")[2]
-        return {
-            "embed": (h.vocab, h.hidden),
-            "head": (h.vocab, h.hidden),
-            "norm": (h.hidden,),
-            "attn_norm": (h.hidden,),
-            "ffn_norm": (h.hidden,),
-            "q_norm": (h.head_dim,),
-            "k_norm": (h.head_dim,),
-            "q": (h.q_rows, h.hidden),
-            "k": (h.kv_rows, h.hidden),
-            "v": (h.kv_rows, h.hidden),
-            "q_bias": (h.q_rows,),
-            "k_bias": (h.kv_rows,),
-            "v_bias": (h.kv_rows,),
-            "o": (h.hidden, h.q_rows),
-            "gate": (h.ffn, h.hidden),
-            "up": (h.ffn, h.hidden),
-            "down": (h.hidden, h.ffn),
-        }[part]
-
-    def matrix(self, name: str) -> np.ndarray:
-        rng = np.random.default_rng([self._seed, *name.encode()])
-        shape = self.shape(name)
-        if "norm" in name:
-            return rng.uniform(0.5, 1.5, shape).astype(np.float32)
-        return rng.normal(0, 2.0 / np.sqrt(shape[-1]), shape).astype(np.float32)
-
-    def affine(self, name: str) -> None:
-        """Nothing is stored in blocks here."""
-
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self.matrix(name)[start:stop]
-
-
 def tiny_model(folder: Path, architecture: str = "llama", dtype: str = "fp32") -> Path:
-    """A model directory with model.onnx, model.om and model.json, without a tokenizer."""
-    hyper = Hyper(
-        architecture=architecture,
-        name=f"tiny-{architecture}",
-        layers=2,
-        hidden=64,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        ffn=96,
-        vocab=120,
-        context_tokens=192,
-        norm_eps=1e-5,
-        rope=Rope(10000.0),
-        tied=True,
-        family=family(architecture),
-    )
-    folder.mkdir(parents=True)
-    emit = Emitter(folder, lambda _: None)
-    weights = Weights(RandomSource(hyper, 5), emit, "float")
-    PlainGraph(emit, weights, np.dtype(np.float16 if dtype == "fp16" else np.float32)).build()
-    emit.close()
-    about = {
-        "contract": "edged-graph",
-        "version": 2,
-        "graph": "edged-graph-v2",
-        "tokenizer_vocab": hyper.vocab,
-        "eos_ids": [],
-        "weights_dtype": dtype,
-        "cache_dtype": dtype,
-        "gears": SHAPES,
-    }
-    fields = ("name", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab")
-    about |= {name: getattr(hyper, name) for name in (*fields, "context_tokens")}
-    (folder / "model.json").write_text(json.dumps(about))
+    """A model directory with the plain graph and its .om, which never says an end of sequence."""
+    source = Tiny(architecture, seed=5).write_gguf(folder.with_suffix(".gguf"))
+    export(source, folder, Form(dtype, "onnx"), hide_bar=True)
     om.pack_decoder(folder, folder / OM_FILE, SHAPES)
+    about = json.loads((folder / "model.json").read_text())
+    about |= {"gears": SHAPES, "eos_ids": []}
+    (folder / "model.json").write_text(json.dumps(about))
     return folder
 
 
@@ -149,6 +75,6 @@ def twin_rig(board: TwinBoard, folder: Path, slots: int = SLOTS) -> Iterator[Rig
         executor.close()
 
 
-def prompts(count: int, lengths: Sequence[int], vocab: int = 120, seed: int = 3) -> list[list[int]]:
+def prompts(count: int, lengths: Sequence[int], vocab: int = 250, seed: int = 3) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab, size=lengths[i % len(lengths)]).tolist() for i in range(count)]

@@ -41,7 +41,7 @@ def test_work_heats_and_rest_cools(twin: TwinState) -> None:
     """A step at 8 W for 4 s rises by 12 °C x (1 - 1/e); idle afterwards falls back the same way."""
     start_s = time.monotonic()
     twin.set("pid", os.getpid())
-    twin.step_begins(start_s, 8.0)
+    twin.step_begins(start_s, 8.0, 3.5)
     during = twin.sample(start_s + 4.0)
     assert during.temperature_c == pytest.approx(66 + 12 * (1 - math.exp(-1)), abs=0.01)
     assert (during.busy, during.power_w) == (True, 8.0)
@@ -71,7 +71,7 @@ def test_how_often_one_looks_does_not_matter(twin: TwinState) -> None:
     start_s = time.monotonic()
     twin.set("pid", os.getpid())
     for i in range(100):
-        twin.step_begins(start_s + i * 0.1, 9.0)
+        twin.step_begins(start_s + i * 0.1, 9.0, 0.1)
         twin.step_ends(start_s + (i + 1) * 0.1, 0.1)
     expected = 66 + 18 * (1 - math.exp(-10 / 4))
     assert twin.sample(start_s + 10).temperature_c == pytest.approx(expected, abs=0.01)
@@ -114,6 +114,20 @@ def test_a_stretched_pace_takes_the_heat_along(tmp_path: Path) -> None:
     twin.close()
 
 
+def test_a_host_slower_than_the_board_does_not_heat_it(tmp_path: Path) -> None:
+    """A step whose modelled time is over draws no power, however long the host still computes."""
+    twin = TwinState(make_board(tmp_path, "field", time_scale=1.0))
+    start_s = time.monotonic()
+    twin.set("pid", os.getpid())
+    twin.step_begins(start_s, 16.0, 1.0)
+    peak = twin.sample(start_s + 1.0).temperature_c
+    assert peak == pytest.approx(66 + 60 * (1 - math.exp(-0.25)), abs=0.01)
+    late = twin.step_ends(start_s + 5.0, 1.0)
+    assert late.temperature_c == pytest.approx(66 + (peak - 66) * math.exp(-1), abs=0.01)
+    assert twin.get("busy_joules") == pytest.approx(16.0)
+    twin.close()
+
+
 def test_unknown_commands_are_named(twin: TwinState, tmp_path: Path) -> None:
     """A field that is not a command is refused, at creation and later."""
     with pytest.raises(StateError, match="steps_total"):
@@ -141,9 +155,9 @@ twin = TwinState(Path({folder!r}))
 twin.set("pid", os.getpid())
 print("ready", flush=True)
 while True:
-    twin.step_begins(time.monotonic(), 9.0)
+    twin.step_begins(time.monotonic(), 9.0, 0.001)
     twin.step_ends(time.monotonic(), 0.001)
-    twin.step_begins(time.monotonic(), 9.0)
+    twin.step_begins(time.monotonic(), 9.0, 0.001)
 """
 
 

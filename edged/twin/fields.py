@@ -46,6 +46,7 @@ DEVICE = (
     "busy_joules",
     "overruns_total",  # executes that took longer than modelled * scale
     "step_started_s",  # of the execution under way; 0 = none
+    "step_until_s",  # when the board itself would be done; the host may take longer
     "step_power_w",
 )
 # Written under the lock of state.py, alternately in two copies.

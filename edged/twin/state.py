@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import tempfile
 import time
@@ -90,21 +91,27 @@ class TwinState:
 
     # --- the device's process --------------------------------------------------------------------
 
-    def step_begins(self, now_s: float, power_w: float) -> None:
-        """The board draws power_w from now on. Two stores, no lock."""
+    def step_begins(self, now_s: float, power_w: float, device_s: float) -> None:
+        """The board draws power_w from now on, for device_s of its own time. Stores, no lock.
+
+        At native pace it draws it until the step ends.
+        """
+        scale = self.get("time_scale")
+        self.set("step_until_s", now_s + device_s * scale if scale > 0 else math.inf)
         self.set("step_power_w", power_w)
         self.set("step_started_s", now_s)
 
     def step_ends(self, now_s: float, device_s: float) -> Sample:
         """Integrates the heat of the step begun last and counts it; device_s: modelled time."""
-        took_s, power_w = now_s - self.get("step_started_s"), self.get("step_power_w")
+        power_w = self.get("step_power_w")
+        took_s = min(now_s, self.get("step_until_s")) - self.get("step_started_s")
         with self._locked():
             heat = self._advanced(now_s)
             self.set("step_started_s", 0.0)
             self._write(heat)
         self.add("steps_total", 1)
         self.add("device_time_s", device_s)
-        self.add("busy_s", took_s)
+        self.add("busy_s", took_s)  # of the board's work, not of a slow host
         self.add("busy_joules", took_s * self._rate() * power_w)
         return self._sample(heat)
 
@@ -142,12 +149,15 @@ class TwinState:
         terms = self.board.thermal.terms
         thermal = ThermalState(terms, ambient_c, tuple(rises[: len(terms)]), resistance)
         now_s = max(now_s, at_s)
-        began_s = min(max(self.get("step_started_s"), at_s), now_s) if self._stepping() else now_s
-        rate = self._rate()
-        if began_s > at_s:
-            thermal = thermal.advance((began_s - at_s) * rate, self._power_w(busy=False))
-        if now_s > began_s:
-            thermal = thermal.advance((now_s - began_s) * rate, self._power_w(busy=True))
+        began_s = ended_s = now_s
+        if self._stepping():
+            began_s = min(max(self.get("step_started_s"), at_s), now_s)
+            ended_s = min(max(self.get("step_until_s"), began_s), now_s)
+        spans = ((at_s, began_s, False), (began_s, ended_s, True), (ended_s, now_s, False))
+        for start_s, end_s, busy in spans:
+            if end_s > start_s:
+                passed_s = (end_s - start_s) * self._rate()
+                thermal = thermal.advance(passed_s, self._power_w(busy))
         held_down = firmware_throttles(self.board, bool(throttled), thermal.temperature_c)
         return _Heat(now_s, held_down, thermal)
 

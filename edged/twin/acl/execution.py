@@ -54,7 +54,7 @@ def _paced(process: Process, model: Model, bound: Bound, keeps_gil: bool) -> Non
     state = process.state
     started_s = time.monotonic()
     modelled_s, power_w = _modelled(process, model, bound, state.clock_mhz(started_s))
-    state.step_begins(started_s, power_w)
+    state.step_begins(started_s, power_w, modelled_s)
     try:
         model.run(bound)
         native_s = time.monotonic() - started_s
