@@ -128,7 +128,7 @@ def check_graph(
     spec: ModelSpec, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> None:
     """Names, types and fixed sizes of edged-graph v2. Raises ContractError naming the tensor."""
-    fused = is_fused(outputs)
+    in_place = is_in_place(outputs)
     wanted_in: dict[str, Tensor] = {
         "input_ids": ("int32", (None, None)),
         "position_ids": ("int32", (None, None)),
@@ -138,8 +138,8 @@ def check_graph(
     }
     wanted_out: dict[str, Tensor] = {"logits": ("fp32", (None, spec.vocab))}
     rows = (None, spec.kv_heads, None, spec.head_dim)
-    for past, new in cache_names(spec.layers, fused):
-        wanted_in[past] = (spec.cache_dtype, rows if fused else (None,))
+    for past, new in cache_names(spec.layers, in_place):
+        wanted_in[past] = (spec.cache_dtype, rows if in_place else (None,))
         wanted_out[new] = (spec.cache_dtype, rows)
     for found, wanted in ((inputs, wanted_in), (outputs, wanted_out)):
         for name, tensor in wanted.items():
@@ -154,15 +154,15 @@ def check_graph(
             raise ContractError(f"{spec.graph_path} has an unknown tensor {name}; {_AGAIN}")
 
 
-def is_fused(outputs: Mapping[str, Tensor]) -> bool:
+def is_in_place(outputs: Mapping[str, Tensor]) -> bool:
     """True for the flavour of onnxruntime's CPU: it writes new rows into the cache itself, so
     its outputs past ("present") are the memory of its inputs, shaped [B, Hk, S, D]."""
     return "present_k.0" in outputs
 
 
-def cache_names(layers: int, fused: bool = False) -> list[tuple[str, str]]:
+def cache_names(layers: int, in_place: bool = False) -> list[tuple[str, str]]:
     """(past, new) tensor names in the order of the cache block: k and v of each layer."""
-    new = "present" if fused else "new"
+    new = "present" if in_place else "new"
     return [(f"past_{kv}.{i}", f"{new}_{kv}.{i}") for i in range(layers) for kv in ("k", "v")]
 
 

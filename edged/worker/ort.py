@@ -1,4 +1,4 @@
-"""Executor on onnxruntime (CPU), for both flavours of edged-graph v2: plain and fused.
+"""Executor on onnxruntime (CPU), for both flavours of edged-graph v2: plain and in place.
 
 The only file that imports onnxruntime. Every array a step needs is bound in place and reused.
 """
@@ -21,7 +21,7 @@ from edged.worker.contract import (
     Tensor,
     cache_names,
     check_graph,
-    is_fused,
+    is_in_place,
 )
 from edged.worker.executor import Batch, Floats, StepError
 from edged.worker.ort_cache import Array, CacheBlock
@@ -53,7 +53,7 @@ class _Bound:
     position_ids: npt.NDArray[np.int32]
     past_len: npt.NDArray[np.int32]
     logit_idx: npt.NDArray[np.int32]
-    new: Array  # [2L, B, Hk, T, D]; unused by a fused graph
+    new: Array  # [2L, B, Hk, T, D]; unused by an in-place graph
     logits: Floats
 
 
@@ -64,8 +64,8 @@ class OrtExecutor:
         self._spec = spec
         self._slots = slots
         self._session = _open(spec, threads)
-        self._fused = is_fused(_tensors(self._session.get_outputs()))
-        self._names = cache_names(spec.layers, self._fused)
+        self._in_place = is_in_place(_tensors(self._session.get_outputs()))
+        self._names = cache_names(spec.layers, self._in_place)
         self.gears = Gears(
             batch=tuple(range(1, slots + 1)), tokens=(), context=context_gears(spec.context_tokens)
         )
@@ -85,7 +85,7 @@ class OrtExecutor:
         bound.position_ids[:] = batch.position_ids
         bound.past_len[:] = batch.past_len
         bound.logit_idx[:] = batch.logit_idx
-        if self._fused:
+        if self._in_place:
             with self._cache.spared(batch):
                 self._execute(bound)
         else:
@@ -117,7 +117,7 @@ class OrtExecutor:
     def _reserve(self, rows: int) -> None:
         """Memory for the small inputs and all outputs, shared by every shape up to B*T = rows."""
         spec = self._spec
-        per_row = 0 if self._fused else 2 * spec.layers * spec.kv_heads * spec.head_dim
+        per_row = 0 if self._in_place else 2 * spec.layers * spec.kv_heads * spec.head_dim
         self._bound.clear()
         self._scratch = {
             "input_ids": np.zeros(rows, np.int32),
@@ -140,7 +140,7 @@ class OrtExecutor:
 
     def _prepare(self, lo: int, batch: int, tokens: int) -> _Bound:
         spec = self._spec
-        heads = 0 if self._fused else spec.kv_heads
+        heads = 0 if self._in_place else spec.kv_heads
         bound = _Bound(
             self._session.io_binding(),
             self._carve("input_ids", batch, tokens),
@@ -156,8 +156,8 @@ class OrtExecutor:
         _bind(binding.bind_input, "kv_pos", self._positions)
         for i, (past, new) in enumerate(self._names):
             window = self._cache.array[i, lo : lo + batch]
-            _bind(binding.bind_input, past, window if self._fused else window.reshape(-1))
-            _bind(binding.bind_output, new, window if self._fused else bound.new[i])
+            _bind(binding.bind_input, past, window if self._in_place else window.reshape(-1))
+            _bind(binding.bind_output, new, window if self._in_place else bound.new[i])
         _bind(binding.bind_output, "logits", bound.logits)
         return bound
 

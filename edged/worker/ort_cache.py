@@ -1,7 +1,7 @@
 """The CPU engine's cache: one NumPy block, windows of which the graph reads without a copy.
 
-Two ways new rows get in: a plain graph hands them out and they are copied to their place; a
-fused graph writes them into the block itself. Knows shapes and slots, not onnxruntime.
+Two ways new rows get in: a plain graph hands them out and they are copied to their place; an
+in-place graph writes them itself. Knows shapes and slots, not onnxruntime.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CacheBlock:
 
     @contextmanager
     def spared(self, batch: Batch) -> Iterator[None]:
-        """Around a graph that writes rows itself: inactive slots of the window get theirs back."""
+        """Around an in-place graph: inactive slots of the window get theirs back."""
         tokens = batch.shape[1]
         idle = [batch.lo + row for row, count in enumerate(batch.fresh) if not count]
         kept = [self.array[:, slot, :, :tokens].copy() for slot in idle]
