@@ -36,7 +36,7 @@ def main() -> None:
     print("scripted worker speaks on stdout", flush=True)
     sock.sendall(wire.encode(wire.Hello(99 if fault == "version" else wire.VERSION, os.getpid())))
     streams: dict[int, list[int]] = {}
-    step = 0
+    step, max_batch = 0, 9
     while True:
         ready, _, _ = select.select([sock], [], [], 0.01 if streams else None)
         ended: list[wire.Row] = []
@@ -55,6 +55,8 @@ def main() -> None:
                 elif isinstance(message, wire.Cancel) and message.stream in streams:
                     del streams[message.stream]
                     ended.append(wire.Row(message.stream, [], [], "cancelled", "", -1))
+                elif isinstance(message, wire.SetLimits):
+                    max_batch = message.max_batch
                 elif isinstance(message, wire.Shutdown):
                     return
         if streams:
@@ -62,7 +64,9 @@ def main() -> None:
             strike(fault, step)
         rows = ended + [advance(stream, streams) for stream in list(streams)]
         if rows:
-            report = wire.Report(rows, "decode", 1, 1, 256, 0.01, 0, 0.5 if streams else 0.0)
+            report = wire.Report(
+                rows, "decode", max_batch, 1, 256, 0.01, 0, 0.5 if streams else 0.0
+            )
             sock.sendall(wire.encode(report))
 
 

@@ -105,7 +105,7 @@ async def test_a_hung_step_is_judged_by_its_deadline() -> None:
     async with engine("hang-at-3") as cpu:
         await cpu.start()
         with pytest.raises(EngineFault, match=r"hung: step did not end within 0\.8 s"):
-            await ids(cpu.run(request(max_tokens=100), ()))
+            await asyncio.wait_for(ids(cpu.run(request(max_tokens=100), ())), 10)
 
 
 async def test_a_stopped_process_is_a_hang_too() -> None:
@@ -213,11 +213,14 @@ async def test_stop_leaves_no_process(tmp_path: Path) -> None:
 async def test_limits_set_before_a_restart_hold_after_it() -> None:
     """A restarted worker is told the present Limits."""
     async with engine() as cpu:
+        batches: list[int] = []
+        cpu.on_report = lambda report: batches.append(report.batch)
         cpu.set_limits(Limits(max_batch=1))
         await cpu.start()
         os.kill(cpu.pid or 0, signal.SIGKILL)
         await until(lambda: cpu.health().restarts == 1 and cpu.health().state == "ready")
         assert await ids(cpu.run(request(max_tokens=2), ())) == [1, 2]
+        assert batches == [1, 1]
 
 
 async def test_what_a_worker_started_neither_hides_its_death_nor_outlives_it() -> None:

@@ -115,16 +115,16 @@ async def test_the_queue_is_bounded_by_tokens_too() -> None:
 async def test_priority_goes_first_and_waiting_counts() -> None:
     """A higher priority overtakes; a request that waited long enough overtakes that in turn."""
     bench = Bench(slots=1)
-    first = bench.scheduler.submit(request("first", max_tokens=600))  # 60 s
-    low = bench.scheduler.submit(request("low", priority=3))
+    bench.scheduler.submit(request("first", max_tokens=800))  # 80 s
+    bench.scheduler.submit(request("low", priority=3))
     await asyncio.sleep(55)
     bench.scheduler.submit(request("high", priority=9))
-    newer = bench.scheduler.submit(request("newer", priority=3))
-    await read(first)
-    await read(low)
-    await read(newer)
+    last = bench.scheduler.submit(request("newer", priority=3))
+    await asyncio.sleep(20)
+    bench.scheduler.submit(request("late high", priority=9))
+    await read(last)
 
-    assert bench.engine.started == ["first", "high", "low", "newer"]
+    assert bench.engine.started == ["first", "high", "low", "late high", "newer"]
 
 
 @virtual
