@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -415,32 +416,38 @@ def test_the_context_offered_is_the_longest_gear(tiny: Path) -> None:
 # --- the real model ------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model in fp32: the plain graph, and its .om beside it."""
+    from reference import demo_gguf
+
+    from edged.export.form import Form
+    from edged.export.run import export
+    from edged.twin import om
+
+    folder = tmp_path_factory.mktemp("smollm2") / "model"
+    export(demo_gguf(), folder, Form("fp32", "onnx"), hide_bar=True)
+    shapes = [(b, 1, s) for b in (1, 4) for s in (256, 512)] + [(1, 64, s) for s in (256, 512)]
+    om.pack_decoder(folder, folder / "model.om", shapes)
+    about = json.loads((folder / "model.json").read_text()) | {"gears": shapes}
+    (folder / "model.json").write_text(json.dumps(about))
+    return folder
+
+
 @pytest.mark.model
 @BOTH
 def test_smollm2_through_the_twin_says_the_cpu_engines_tokens(
-    board: TwinBoard, tmp_path: Path
+    board: TwinBoard, smollm2: Path
 ) -> None:
     """The demo model in fp32, export to .om to twin: the very ids of the plain driver."""
-    import json
-    import shutil
-
-    from reference import Driver, chat_prompts, exported
+    from reference import Driver, chat_prompts
     from tokenizers import Tokenizer
 
-    from edged.twin import om
-
-    source, folder = exported("fp32", "onnx"), tmp_path / "model"
-    folder.mkdir()
-    shapes = [(b, 1, s) for b in (1, 4) for s in (256, 512)] + [(1, 64, s) for s in (256, 512)]
-    om.pack_decoder(source, folder / "model.om", shapes)
-    about = json.loads((source / "model.json").read_text()) | {"gears": shapes}
-    (folder / "model.json").write_text(json.dumps(about))
-    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     asked = [tokenizer.encode(text).ids for text in chat_prompts()[:4]]
-    shutil.copy(source / "tokenizer.json", folder)
-    driver = Driver(source, context=512)
+    driver = Driver(smollm2, context=512)
     expected = [driver.generate(prompt, 16) for prompt in asked]
-    with twin_rig(board, folder) as rig:
+    with twin_rig(board, smollm2) as rig:
         rig.say(wire.SetLimits(SLOTS, 1.0, 64, True))
         for i, prompt in enumerate(asked):
             rig.say(ask(i, prompt, 16))
