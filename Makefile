@@ -21,9 +21,10 @@ venv:
 setup: venv  ## make .venv with everything, fetch and export the demo model
 	@$(BIN)/edged models fetch demo
 
-# A broker that is not there is no error: edged waits for it.
-run: setup  ## start the daemon; ARGS="--set http.port=9000" goes to `edged run`
-	@$(BIN)/edged run --set mqtt.url=mqtt://127.0.0.1:1883 $(ARGS)
+# A broker that is not there is no error: edged waits for it. TWIN=1 or TWIN=field: a board.
+run: setup  ## start the daemon, with TWIN=1 on a simulated NPU; ARGS go to `edged run`
+	@$(BIN)/edged run --set mqtt.url=mqtt://127.0.0.1:1883 \
+		$(if $(TWIN),--twin $(filter-out 1,$(TWIN))) $(ARGS)
 
 test:  ## set up what the tests need and run them; ARGS go to pytest
 	@tools/test_packages.sh

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +16,8 @@ from typing import Any
 
 import structlog
 
-from edged import wire
 from edged.config import Config
-from edged.engine.restarts import RestartPolicy
+from edged.engine.factory import make_engines
 from edged.engine.worker_engine import WorkerEngine
 from edged.errors import EngineFault, EngineUnavailable
 from edged.ingress.http import HttpServer
@@ -30,6 +29,7 @@ from edged.scheduler import Scheduler, Stream
 from edged.status import Status, status_of
 from edged.systemd import Notifier
 from edged.text.model import TextModel
+from edged.twin.figures import board_at, figures
 
 log = structlog.get_logger("edged")
 
@@ -60,17 +60,17 @@ class Parts:
 
 async def run(
     config: Config,
-    model_dir: Path,
+    model_dirs: Mapping[str, Path],
     stop: StopSignal,
     notifier: Notifier,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve until `stop` is asked. Raises EngineUnavailable when no engine can start.
 
-    on_ready: called once with the HTTP URL when requests are served.
+    model_dirs: by engine name. on_ready: called once with the HTTP URL when requests are served.
     """
     async with AsyncExitStack() as stack:
-        parts = build(config, model_dir)
+        parts = build(config, model_dirs)
         await stack.enter_async_context(_running(parts.http))
         stack.push_async_callback(_stop_engines, parts.engines)
         await stack.enter_async_context(_feeding(notifier, parts.status))
@@ -87,15 +87,13 @@ async def run(
     log.info("stopped")
 
 
-def build(config: Config, model_dir: Path) -> Parts:
+def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     """Make all parts; nothing runs yet. The wiring between them is all here."""
-    text = TextModel.load(model_dir, config.model.name)
-    catalog = Catalog([text], config.generation, config.model.context_tokens)
-    metrics = Metrics(config.node, text.name)
+    text = TextModel.load(model_dirs[config.engines.chain[0]], config.model.name)
+    catalog = Catalog([text], config.generation, _context_cap(config))
+    metrics = Metrics(config.node, text.name, _npu_figures(config))
     context_tokens = catalog.find(text.name).context_tokens
-    engines = tuple(
-        _engine(name, config, text.name, model_dir, context_tokens) for name in config.engines.chain
-    )
+    engines = make_engines(config, text.name, model_dirs, context_tokens, twin_folder(config))
     scheduler = Scheduler(
         engines,
         {text.name: text},
@@ -122,24 +120,24 @@ def build(config: Config, model_dir: Path) -> Parts:
     return Parts(text, engines, scheduler, metrics, http, mqtt, status)
 
 
-def _engine(
-    name: str, config: Config, model: str, model_dir: Path, context_tokens: int
-) -> WorkerEngine:
-    launch = wire.Launch(
-        engine=name,
-        model_dir=str(model_dir),
-        slots=config.cpu.slots,
-        context_tokens=context_tokens,
-        threads=config.cpu.threads,
-        prefill_chunk=min(config.cpu.prefill_chunk, context_tokens),
-    )
-    restarts = RestartPolicy(
-        config.engines.restart_budget,
-        config.engines.restart_window_s,
-        config.engines.restart_backoff_s,
-        config.engines.restart_backoff_max_s,
-    )
-    return WorkerEngine(name, model, launch, restarts)
+def twin_folder(config: Config) -> Path:
+    return Path(config.state_dir) / "twin"
+
+
+def _npu_figures(config: Config) -> Callable[[], dict[str, float]]:
+    """What /metrics says of the NPU: the twin's own account, nothing yet of a real board."""
+    if not config.npu.twin:
+        return dict
+    twin = board_at(twin_folder(config), config.npu.twin)
+    return lambda: figures(twin, asyncio.get_running_loop().time())
+
+
+def _context_cap(config: Config) -> int:
+    """A stream must fit every engine that may carry it on. 0 = the model's own context."""
+    caps = [config.model.context_tokens] if config.model.context_tokens else []
+    if "npu" in config.engines.chain:
+        caps.append(max(config.npu.context_gears))
+    return min(caps, default=0)
 
 
 @asynccontextmanager

@@ -71,6 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     for verb in (run, check):
         verb.add_argument("--config", type=Path, metavar="FILE", help="TOML file")
         verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
+    run.add_argument(
+        "--twin",
+        nargs="?",
+        const="310b4",
+        default="",
+        metavar="BOARD",
+        help="run the NPU path on a simulated board (310b4, 310b1, 310p3, field or a TOML file)",
+    )
+    twin = verbs.add_parser("twin", help="order faults and heat on the simulated board")
+    twin.add_argument("rest", nargs=argparse.REMAINDER)
+    twin.set_defaults(verb=_twin)
     export = verbs.add_parser("export", help="turn a GGUF file or HF folder into a model folder")
     export.add_argument("rest", nargs=argparse.REMAINDER)
     export.set_defaults(verb=_export)
@@ -88,6 +99,12 @@ def _check_config(arguments: argparse.Namespace) -> int:
     return EX_OK
 
 
+def _twin(arguments: argparse.Namespace) -> int:
+    from edged.twin import faults
+
+    return faults.main(arguments.rest)
+
+
 def _export(arguments: argparse.Namespace) -> int:
     """In a process of its own: it needs numpy, gguf and onnx, which this one never imports."""
     return subprocess.call([sys.executable, "-m", "edged.export", *arguments.rest])
@@ -103,14 +120,14 @@ def _models(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    checked = config.load(arguments.config, tuple(arguments.sets))
+    checked = config.load(arguments.config, (*_twin_settings(arguments.twin), *arguments.sets))
     logs.configure(checked.log.level, checked.log.format)
     from edged import app, systemd
 
     notifier = systemd.Notifier.from_environ(os.environ)
     systemd.forget(os.environ)  # children never see them
     try:
-        model_dir = _prepared(checked, notifier)
+        model_dirs = _prepared(checked, notifier)
     except KeyboardInterrupt:  # or SIGTERM: nothing runs yet, so this is a stop like any other
         return EX_OK
 
@@ -118,30 +135,54 @@ def _run(arguments: argparse.Namespace) -> int:
         stop = app.StopSignal()
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, stop.ask)
-        await app.run(checked, model_dir, stop, notifier, lambda url: _greet(checked, url))
+        await app.run(checked, model_dirs, stop, notifier, lambda url: _greet(checked, url))
 
     asyncio.run(serve())
     return EX_OK
 
 
-def _prepared(checked: config.Config, notifier: Notifier) -> Path:
-    """The exported model; blocks for the time of an export. Raises KeyboardInterrupt on SIGTERM."""
-    from edged import models
+def _twin_settings(board: str) -> tuple[str, ...]:
+    """`--twin` is short for two keys; --set may say otherwise."""
+    return (f"npu.twin={board}", 'engines.chain=["npu", "cpu"]') if board else ()
 
-    log = structlog.get_logger("edged")
+
+def _prepared(checked: config.Config, notifier: Notifier) -> dict[str, Path]:
+    """The exported model of each engine; blocks for the time of an export.
+
+    Raises KeyboardInterrupt on SIGTERM.
+    """
     notifier.status("preparing the model")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with _more_time(notifier):
-            state_dir = Path(checked.state_dir)
-            return models.ensure_exported(
-                _source(checked, state_dir),
-                state_dir,
-                checked.cpu.dtype,
-                lambda line: log.info("preparing_model", what=line),
-            )
+            return {name: _model_dir(name, checked) for name in checked.engines.chain}
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _model_dir(engine: str, checked: config.Config) -> Path:
+    from edged import models
+
+    state_dir = Path(checked.state_dir)
+    log = structlog.get_logger("edged")
+    dtype: str = checked.cpu.dtype
+    target, gears = "cpu", list[str]()
+    if engine == "npu":
+        npu = checked.npu
+        if npu.model:
+            return Path(npu.model).expanduser()
+        dtype, target = npu.dtype, "twin"
+        gears = ["--batch-gears", ",".join(map(str, npu.batch_gears))]
+        gears += ["--context-gears", ",".join(map(str, npu.context_gears))]
+        gears += ["--prefill-chunk", str(npu.prefill_chunk)]
+    return models.ensure_exported(
+        _source(checked, state_dir),
+        state_dir,
+        dtype,
+        lambda line: log.info("preparing_model", engine=engine, what=line),
+        target,
+        gears,
+    )
 
 
 @contextlib.contextmanager

@@ -34,6 +34,8 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 # Bounded, for inf is a float too: no time-out is longer than a year.
 YEAR_S = 366 * 86400.0
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=YEAR_S)]
+Slots = Annotated[int, msgspec.Meta(ge=1, le=256)]
+ChunkTokens = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 EngineName = Literal["npu", "cpu"]
 
 
@@ -77,14 +79,21 @@ class Model(Section, frozen=True):
 
 
 class Cpu(Section, frozen=True):
-    slots: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
+    slots: Slots = 8
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
-    prefill_chunk: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
+    prefill_chunk: ChunkTokens = 64
     dtype: Literal["int8", "fp32"] = "int8"
 
 
 class Npu(Section, frozen=True):
     required: bool = False
+    model: str = ""
+    twin: str = ""
+    slots: Slots = 8
+    context_gears: tuple[PositiveInt, ...] = (512, 2048)
+    batch_gears: tuple[PositiveInt, ...] = (1, 4, 8)
+    prefill_chunk: ChunkTokens = 64
+    dtype: Literal["fp16", "fp32"] = "fp16"
 
 
 class Engines(Section, frozen=True):
@@ -227,6 +236,11 @@ def _checked(config: Config) -> Config:
         raise ConfigError("engines.chain: name each engine once")
     if config.npu.required and "npu" not in config.engines.chain:
         raise ConfigError("npu.required: is set, but engines.chain does not name npu")
+    if "npu" in config.engines.chain and not (config.npu.model or config.npu.twin):
+        raise ConfigError(
+            "npu.model: name the folder that holds model.om (`edged export --target om` makes it), "
+            "or set npu.twin to try the NPU path on a simulated board"
+        )
     if not is_loopback(config.http.host) and not config.http.api_keys_file:
         raise ConfigError(
             f"http.host: {config.http.host} is not loopback; set http.api_keys_file first "

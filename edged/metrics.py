@@ -7,7 +7,7 @@ only when asked. Labels are from small closed sets: never a request id, a key or
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -113,7 +113,11 @@ class Pace:
 class Metrics(Collector):
     """One per daemon; the methods named on_* are hooks for the scheduler and the engines."""
 
-    def __init__(self, node: str, model: str) -> None:
+    def __init__(
+        self, node: str, model: str, npu: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
+        """npu: figures of the accelerator by metric name; counters end in _total."""
+        self._npu = npu
         self._build = {"version": __version__, "node": node, "model": model}
         self._status: Status | None = None
         self.requests = Counter(
@@ -202,6 +206,9 @@ class Metrics(Collector):
             yield kept.family()
         yield InfoMetricFamily("edged_build", "What runs here.", self._build)
         yield _gauge("edged_mqtt_connected", "1 while the broker is there.", self.mqtt_connected)
+        for name, value in self._npu().items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield kind(name, "Of the NPU, or of its twin.", value=value)
         if self._status is not None:
             yield from _states(self._status)
 

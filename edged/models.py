@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from edged.errors import EngineUnavailable
@@ -78,39 +78,49 @@ def model_dir_for(source: Path, state_dir: Path, dtype: str, target: str = "cpu"
 
 
 def ensure_exported(
-    source: Path, state_dir: Path, dtype: str, progress: Progress = lambda line: None
+    source: Path,
+    state_dir: Path,
+    dtype: str,
+    progress: Progress = lambda line: None,
+    target: str = "cpu",
+    more: Sequence[str] = (),
 ) -> Path:
     """A model directory for `source`, exported now if it was not before. Raises ModelError.
 
     Blocks for the time of the export. Two processes that start together export once. What is
     there is used without a write: the disk may be full or read-only. progress is called with
-    one line of text per stage.
+    one line of text per stage. target, more: of the exporter (`edged export --help`).
     """
     try:
         if (source / MANIFEST_FILE).is_file():
             return source
         source.stat()
-        target = model_dir_for(source, state_dir, dtype)
-        if (target / MANIFEST_FILE).is_file():
-            return target
+        folder = model_dir_for(source, state_dir, "-".join([dtype, *_words(more)]), target)
+        if (folder / MANIFEST_FILE).is_file():
+            return folder
     except FileNotFoundError:
         raise ModelError(
             f"model {source} does not exist; run `edged models fetch demo` or fix it"
         ) from None
     except OSError as error:
         raise ModelError(f"cannot read model {source}: {error.strerror}") from None
-    with _locked(target, progress) as lock:
-        if not (target / MANIFEST_FILE).is_file():
+    with _locked(folder, progress) as lock:
+        if not (folder / MANIFEST_FILE).is_file():
             progress(f"exporting {source}, once")
-            _export(source, target, dtype, lock)
-    return target
+            _export(source, folder, ("--dtype", dtype, "--target", target, *more), lock)
+    return folder
 
 
-def _export(source: Path, target: Path, dtype: str, lock: int) -> None:
+def _words(more: Sequence[str]) -> list[str]:
+    """Exporter arguments as a part of a folder's name."""
+    return [re.sub(r"[^0-9A-Za-z]+", "_", word) for word in more if not word.startswith("--")]
+
+
+def _export(source: Path, target: Path, form: Sequence[str], lock: int) -> None:
     """The child shares the lock: if we are killed, the next start waits for it to finish."""
     shown = sys.stderr is not None and sys.stderr.isatty()
     command = [sys.executable, "-m", "edged.export", "--model", str(source), "--out", str(target)]
-    command += ["--dtype", dtype, "--progress", "on" if shown else "off"]
+    command += [*form, "--progress", "on" if shown else "off"]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=(lock,)
     ) as child:

@@ -101,6 +101,8 @@ def test_a_key_like_no_other_gets_no_guess(tmp_path: Path) -> None:
         ("queue.max_tokens=100000000000000000000", "queue.max_tokens"),
         ("engines.chain=['cpu', 'cpu']", "engines.chain"),
         ("npu.required=true", "npu.required"),
+        ("engines.chain=['npu']", "npu.model"),
+        ("npu.context_gears=[0]", "npu.context_gears"),
         ("state_dir=~no-such-user/x", "state_dir"),
         ("engines.chain=[]", "engines.chain"),
         ("engines.chain=['gpu']", "engines.chain"),

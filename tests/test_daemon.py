@@ -20,6 +20,7 @@ import psutil
 import pytest
 from broker import Broker, broker, tool
 from daemon import Daemon, daemon
+from reference import exported
 
 pytestmark = pytest.mark.model
 
@@ -335,8 +336,9 @@ def test_systemd_hears_ready_watchdog_and_stopping(tmp_path: Path) -> None:
     [
         (("http.prot=1",), 78, "http.port"),
         (("model.path=/nowhere.gguf",), 78, "/nowhere.gguf"),
-        (("engines.chain=['npu']",), 75, "npu"),
-        (("engines.chain=['cpu','npu']", "npu.required=true"), 75, "npu.required"),
+        (("engines.chain=['npu']",), 78, "npu.model"),
+        (("engines.chain=['npu']", "npu.model=NO_OM"), 75, "model.om"),
+        (("engines.chain=['cpu','npu']", "npu.model=NO_OM", "npu.required=true"), 75, "npu.req"),
     ],
 )
 def test_exit_codes_tell_configuration_from_engines(
@@ -345,7 +347,7 @@ def test_exit_codes_tell_configuration_from_engines(
     """78 for a bad configuration, 75 when no engine can start; the message names the cause."""
     command = [sys.executable, "-m", "edged", "run", "--set", "http.port=0"]
     for item in (*sets, "http.unix_socket="):
-        command += ["--set", item]
+        command += ["--set", item.replace("NO_OM", str(exported("int8")))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
 
     assert done.returncode == code, done.stderr
@@ -354,7 +356,7 @@ def test_exit_codes_tell_configuration_from_engines(
 
 def test_an_engine_that_cannot_start_leaves_the_node_degraded() -> None:
     """With a second engine in the chain the node serves, says degraded, and keeps trying."""
-    with daemon("engines.chain=['npu','cpu']") as running:
+    with daemon("engines.chain=['npu','cpu']", f"npu.model={exported('int8')}") as running:
         until(lambda: running.get("/edged/v1/status")["engines"][0]["restarts"] >= 1)
         status = running.get("/edged/v1/status")
         assert status["mode"] == "degraded"

@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "worker.om.binding": ("worker", "twin.acl"),  # the simulated board, reached as `acl`
     "guard": (),
     "twin": ("scheduler", "queue", "ladder", "guard", "worker.plan", "worker.even_pace", "wire"),
-    "export": ("models", "text.vocabulary"),
+    "export": ("models", "text.vocabulary", "twin.om"),  # packs what the twin runs
 }
 HEAVY = ("numpy", "gguf", "onnx", "onnxruntime", "safetensors", "acl", "xllamacpp")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from edged import wire
 from edged.engine.process import WorkerProcess
@@ -31,8 +31,10 @@ class Child(asyncio.Protocol):
         on_message: Callable[[wire.ToDaemon], None],
         on_gone: Callable[[str], None],
         command: tuple[str, ...] = WORKER,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self._command = command
+        self._environ = dict(environ or {})
         self._on_message = on_message
         self._on_gone = on_gone
         self._frames = wire.DaemonFrames()
@@ -55,7 +57,7 @@ class Child(asyncio.Protocol):
         try:
             with theirs:
                 command = (*self._command, "--engine", engine, "--fd", str(theirs.fileno()))
-                await process.exec(command, theirs.fileno())
+                await process.exec(command, theirs.fileno(), self._environ)
             self._process = process
             ours.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(lambda: self, ours)

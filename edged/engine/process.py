@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
@@ -35,8 +35,8 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             lambda lines: log.warning("worker_output_dropped", engine=engine, lines=lines),
         )
 
-    async def exec(self, command: Sequence[str], fd: int) -> None:
-        """Start it with `fd` inherited. Raises OSError."""
+    async def exec(self, command: Sequence[str], fd: int, environ: Mapping[str, str]) -> None:
+        """Start it with `fd` inherited and `environ` besides our own variables. Raises OSError."""
         await asyncio.get_running_loop().subprocess_exec(
             lambda: self,
             *command,
@@ -45,7 +45,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=(fd,),
             start_new_session=True,
-            env={k: v for k, v in os.environ.items() if k != "NOTIFY_SOCKET"},
+            env={k: v for k, v in os.environ.items() if k != "NOTIFY_SOCKET"} | dict(environ),
         )
 
     @property

@@ -8,7 +8,7 @@ worker's own truth. It never touches text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import structlog
@@ -40,6 +40,7 @@ class WorkerEngine:
         on_change: Callable[[], None] = lambda: None,
         on_report: Callable[[wire.Report], None] = lambda report: None,
         command: tuple[str, ...] = WORKER,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.model = model
@@ -47,6 +48,7 @@ class WorkerEngine:
         self.on_report = on_report
         self._launch = launch
         self._command = command
+        self._environ = dict(environ or {})
         self._policy = restarts
         self._limits: Limits | None = None
         self._child: Child | None = None
@@ -138,7 +140,7 @@ class WorkerEngine:
             self._cause = ""
             self._starts += 1
             self._set_state("starting", "starting its worker")
-            self._child = Child(self._on_message, self._on_gone, self._command)
+            self._child = Child(self._on_message, self._on_gone, self._command, self._environ)
             self._expect(_HELLO_WITHIN_S, "say hello")
             try:
                 await self._child.start(self.name)

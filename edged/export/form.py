@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import numpy as np
 from edged.export import ExportError
 
 DTYPES = ("auto", "int8", "fp32", "fp16")
-TARGETS = ("cpu", "onnx")
+TARGETS = ("cpu", "onnx", "twin")
 
 # How matrices are stored: as the graph's own type, in 8-bit blocks, or in the source's own
 # 4-bit blocks where it has them and 8-bit blocks elsewhere.
@@ -20,10 +21,12 @@ Recipe = Literal["float", "int8", "auto"]
 @dataclass(frozen=True)
 class Form:
     """dtype: of the weights; target: "cpu" = onnxruntime's own operators (cpu.py), "onnx" = plain
-    ones (plain.py)."""
+    ones (plain.py), "twin" = those packed as an .om for the simulated board.
+    gears: the (batch, tokens, context) shapes compiled into an .om."""
 
     dtype: str = "int8"
     target: str = "cpu"
+    gears: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def recipe(self) -> Recipe:
@@ -44,4 +47,14 @@ class Form:
         """Itself, or ExportError for a combination there is no graph for."""
         if self.target == "cpu" and self.dtype == "fp16":
             raise ExportError("fp16 is not for the cpu target; add --target onnx, or use fp32")
+        if self.target == "twin" and self.recipe != "float":
+            raise ExportError("an .om holds plain weights; use --dtype fp16 or fp32")
         return self
+
+
+def shape_gears(
+    batches: Sequence[int], contexts: Sequence[int], chunk: int
+) -> tuple[tuple[int, int, int], ...]:
+    """One decode shape per batch and context, one prefill chunk of one sequence per context."""
+    decode = [(b, 1, s) for s in sorted(set(contexts)) for b in sorted(set(batches))]
+    return tuple(decode + [(1, chunk, s) for s in sorted(set(contexts)) if chunk > 1])

@@ -41,6 +41,7 @@ def manifest(
         "tokenizer_vocab": text.vocab_size,
         "context_tokens": h.context_tokens,
         "weights_dtype": form.dtype,
+        "gears": form.gears,
         "cache_dtype": "fp16" if form.dtype == "fp16" else "fp32",
         "rope": {"theta": h.rope.theta, "scaling": h.rope.scaling},
         "eos_ids": list(text.eos_ids),

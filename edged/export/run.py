@@ -20,7 +20,7 @@ from edged.export import ExportError
 from edged.export.blocks import BLOCK
 from edged.export.cpu import CpuGraph
 from edged.export.emit import Emitter
-from edged.export.form import DTYPES, TARGETS, Form
+from edged.export.form import DTYPES, TARGETS, Form, shape_gears
 from edged.export.gguf_source import GgufSource
 from edged.export.hf_source import HfSource
 from edged.export.manifest import manifest
@@ -41,13 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="model directory to write")
     parser.add_argument("--dtype", choices=DTYPES, default="int8", help="weights (default int8)")
     parser.add_argument(
-        "--target", choices=TARGETS, default="cpu", help="cpu: onnxruntime's own; onnx: plain"
+        *("--target",),
+        choices=TARGETS,
+        default="cpu",
+        help="cpu: onnxruntime's own operators; onnx: plain ones; twin: .om of a simulated board",
     )
+    gears = parser.add_argument_group("shape gears of an .om")
+    gears.add_argument("--batch-gears", type=_sizes, default=(1, 4, 8), metavar="1,4,8")
+    gears.add_argument("--context-gears", type=_sizes, default=(512, 2048), metavar="512,2048")
+    gears.add_argument("--prefill-chunk", type=int, default=64, metavar="TOKENS")
     parser.add_argument("--progress", choices=("auto", "on", "off"), default="auto")
     args = parser.parse_args(argv)
     hide_bar = {"auto": None, "on": False, "off": True}[args.progress]
     try:
-        export(args.model, args.out, Form(args.dtype, args.target), hide_bar)
+        shapes = shape_gears(args.batch_gears, args.context_gears, args.prefill_chunk)
+        form = Form(args.dtype, args.target, shapes if args.target == "twin" else ())
+        export(args.model, args.out, form, hide_bar)
     except ExportError as error:
         print(f"edged export: {error}", file=sys.stderr)
         return 2
@@ -69,6 +78,28 @@ def export(model: Path, out: Path, form: Form, hide_bar: bool | None = None) -> 
         _graph(source, folder, form, hide_bar)
         text = json.dumps(described, indent=1, ensure_ascii=False) + "\n"
         (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+        if form.target == "twin":
+            _pack(folder, form)
+
+
+def _pack(folder: Path, form: Form) -> None:
+    """The graph and its weights become one .om; the parts go."""
+    from edged.twin import om
+
+    try:
+        om.pack_decoder(folder, folder / "model.om", form.gears)
+    except om.OmError as error:
+        raise ExportError(str(error)) from None
+    for path in folder.glob("model.onnx*"):
+        path.unlink()
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """ "1,4,8" -> (1, 4, 8)."""
+    sizes = tuple(int(part) for part in text.split(","))
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError("sizes are whole numbers above 0, with commas between")
+    return sizes
 
 
 def open_source(model: Path) -> GgufSource | HfSource:
@@ -110,7 +141,8 @@ def _data_bytes(source: GgufSource | HfSource, form: Form) -> int:
 
 
 def _check_room(source: GgufSource | HfSource, folder: Path, form: Form) -> None:
-    needed = int(_data_bytes(source, form) * 1.02) + (64 << 20)
+    copies = 2 if form.target == "twin" else 1  # the graph's files and the .om made of them
+    needed = int(copies * _data_bytes(source, form) * 1.02) + (64 << 20)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ExportError(
