@@ -20,8 +20,10 @@ class Settings:
     """limit_c: min(configured limit, the device's throttle point - margin). critical_c: above it
     nothing runs. itl_slo_s: the longest wanted time between two tokens of one stream.
 
-    dwell_s: at most one frequency change within it. grace_s: how long a missing sensor is
-    bridged before it counts as hot. quiet_fan_ratio: the most the fan may do in quiet hours.
+    hysteresis_c: how far below the limit the base rule begins to recover, in steps of recover_s.
+    dwell_s: at most one frequency change within it. urgent_c: above limit + this, everything that
+    can be lowered is lowered at once. grace_s: how long a missing sensor is bridged before it
+    counts as hot. quiet_fan_ratio: the most the fan may do in quiet hours.
     """
 
     limit_c: float = 80.0
@@ -30,6 +32,7 @@ class Settings:
     hysteresis_c: float = 4.0
     dwell_s: float = 10.0
     recover_s: float = 30.0
+    urgent_c: float = 3.0
     grace_s: float = 5.0
     fan_min_ratio: float = 0.4
     quiet_fan_ratio: float = 0.5
@@ -50,15 +53,18 @@ class Levers:
 class Load:
     """What one engine did since the previous decision; sums, not means.
 
-    streams: sequences in its slots now. busy_ratio: share of the time it executed.
+    streams: sequences in its slots now; filling: those whose prompt is not computed yet.
+    busy_ratio: share of the time it executed.
     """
 
     streams: int = 0
+    filling: int = 0
     waiting: int = 0
     busy_ratio: float = 0.0
     decode_steps: int = 0
     decode_rows: int = 0
     decode_busy_s: float = 0.0
+    prefill_steps: int = 0
     prefill_tokens: int = 0
     prefill_busy_s: float = 0.0
     tokens: int = 0
@@ -120,7 +126,7 @@ class Decision:
     fan_ratio: float | None = None
     mode: Mode = "normal"
     reason: str = ""
-    forecast: Forecast = Forecast()
+    forecast: Forecast = field(default_factory=Forecast)
 
 
 def limits_at(point: Point, prefill_chunk: int, admit: bool = True) -> Limits:

@@ -6,11 +6,13 @@ engine it drives: the unguarded one knows no Limits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from edged.core import Limits
-from edged.guard.policy import NPU, Decision, Levers, Seen
+from edged.guard import base_rule, policy_model
+from edged.guard.plausible import Filter, believed
+from edged.guard.policy import NPU, Decision, Levers, Seen, Settings
 
 
 class LabPolicy(Protocol):
@@ -93,3 +95,43 @@ def _cooling_states(levers: Levers) -> list[tuple[float | None, int]]:
     return [(mhz, widest) for mhz in gears] + [
         (gears[-1], batch) for batch in reversed(levers.batches[:-1])
     ]
+
+
+def plausible(state: Filter, seen: Seen) -> tuple[Filter, Seen]:
+    """Readings that cannot be true are none."""
+    state, _, why = believed(state, seen.temperature_c)
+    return state, replace(seen, reading=None) if why else seen
+
+
+@dataclass
+class Base:
+    """`base`: the base rule alone."""
+
+    settings: Settings
+    levers: Levers
+    guarded: bool = True
+    _state: base_rule.BaseState | None = None
+    _filter: Filter = field(default_factory=Filter)
+
+    def decide(self, seen: Seen) -> Decision:
+        self._filter, seen = plausible(self._filter, seen)
+        state = self._state or base_rule.start(self.levers, seen.now_s)
+        self._state, decision = base_rule.step(self.settings, self.levers, state, seen)
+        return decision
+
+
+@dataclass
+class Edged:
+    """`edged`: the model-based policy."""
+
+    settings: Settings
+    levers: Levers
+    guarded: bool = True
+    state: policy_model.ModelState | None = None
+    _filter: Filter = field(default_factory=Filter)
+
+    def decide(self, seen: Seen) -> Decision:
+        self._filter, seen = plausible(self._filter, seen)
+        state = self.state or policy_model.start(self.settings, self.levers, seen.now_s)
+        self.state, decision = policy_model.step(self.settings, self.levers, state, seen)
+        return decision

@@ -174,11 +174,13 @@ class _Lab:
         work = self._work
         npu = Load(
             streams=self._engine.streams,
+            filling=self._engine.filling,
             waiting=self._scheduler.load().waiting,
             busy_ratio=min(1.0, (busy_s - self._busy_s) / interval_s),
             decode_steps=work.decode_steps - before.decode_steps,
             decode_rows=work.decode_rows - before.decode_rows,
             decode_busy_s=work.decode_busy_s - before.decode_busy_s,
+            prefill_steps=work.prefill_steps - before.prefill_steps,
             prefill_tokens=work.prefill_tokens - before.prefill_tokens,
             prefill_busy_s=work.prefill_busy_s - before.prefill_busy_s,
             tokens=work.tokens - before.tokens,

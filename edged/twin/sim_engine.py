@@ -49,6 +49,7 @@ class Work:
     decode_steps: int = 0
     decode_rows: int = 0
     decode_busy_s: float = 0.0
+    prefill_steps: int = 0
     prefill_tokens: int = 0
     prefill_busy_s: float = 0.0
     tokens: int = 0
@@ -139,7 +140,7 @@ class SimEngine:
         self._guarded = guarded
         self._planner: Planner = plan_step if guarded else blocking_plan
         self._gears = Gears(_batch_gears(slots), (), (plant.board.model.context_tokens,))
-        self._memory = Memory(context=plant.board.model.context_tokens)
+        self._memory = self._planned = Memory(context=plant.board.model.context_tokens)
         self._jitter = jitter
         self._random = random.Random(seed)
         self._runs: dict[int, SimRun] = {}  # by slot
@@ -198,6 +199,11 @@ class SimEngine:
     def streams(self) -> int:
         return len(self._runs)
 
+    @property
+    def filling(self) -> int:
+        """Streams whose prompt is not computed yet."""
+        return sum(run.remaining > 1 for run in self._runs.values())
+
     def busy_s(self, now_s: float) -> float:
         """Seconds spent executing so far, the running step counted up to now."""
         done = self.work.decode_busy_s + self.work.prefill_busy_s
@@ -215,6 +221,7 @@ class SimEngine:
             if plan is None or wait_s > 0:
                 await self._sleep(wait_s)
                 continue
+            self._memory = self._planned  # counted only now: a plan may wait and change
             members = [self._runs[slot] for slot, _ in plan.fresh]
             jitter = self._step_jitter(members)
             self._plant.sync(loop.time())
@@ -244,11 +251,12 @@ class SimEngine:
                 SlotView(slot, run.rows, run.remaining, run.served, run.order)
                 for slot, run in self._runs.items()
             ]
-            plan, self._memory = self._planner(
+            plan, self._planned = self._planner(
                 views, self._slots, self.limits, self._gears, self._memory
             )
             if not isinstance(plan, Move):
                 return plan
+            self._memory = self._planned
             self._runs[plan.target] = self._runs.pop(plan.source)
 
     def _step_jitter(self, members: Sequence[SimRun]) -> float:
@@ -261,6 +269,7 @@ class SimEngine:
     def _book(self, plan: StepPlan, seconds: float, jitter: float) -> None:
         work = self.work
         if plan.kind == "prefill":
+            work.prefill_steps += 1
             work.prefill_tokens += plan.fresh[0][1]
             work.prefill_busy_s += seconds
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 _MEMORY = 1 / 32  # weight of the newest cycle in the mean
 _REPAY = 1 / 32  # share of what was paused too little (or too much) that the next pause repairs
-_CREDIT = 4.0  # cycles that may be paused in advance; what they save, duty 1 at most spends
+_CREDIT = 1.0  # cycles that may be paused in advance; what they save, duty 1 at most spends
 _DEBT = 1.0  # cycles that may be paused too late
 _IDLE = 2.0  # a pause this many times longer than wanted was want of work
 
