@@ -29,7 +29,7 @@ def demo_gguf() -> Path:
 
 def exported(dtype: str, target: str = "cpu") -> Path:
     """The model directory of the demo model, exported if need be."""
-    return ensure_exported(demo_gguf(), default_state_dir(), dtype, target)
+    return ensure_exported(demo_gguf(), default_state_dir(), dtype, target=target)
 
 
 def demo_f32_gguf() -> Path:
@@ -85,8 +85,10 @@ class LlamaCpp:
         self._server = xllamacpp.Server(params)
 
     def generate(self, prompt_ids: Sequence[int], count: int) -> list[int]:
-        """Up to `count` greedy ids after the prompt; an end-of-sequence id ends it earlier."""
-        return list(self._complete(prompt_ids, count)["__verbose"]["tokens"])
+        """Up to `count` greedy ids after the prompt; an end-of-sequence id (left out) ends it."""
+        answer = self._complete(prompt_ids, count)["__verbose"]
+        ids = list(answer["tokens"])
+        return ids[:-1] if answer["stop_type"] == "eos" else ids
 
     def logprobs(self, prompt_ids: Sequence[int], top: int) -> dict[int, float]:
         """Natural-log probabilities of the `top` likeliest next ids."""
@@ -131,6 +133,7 @@ class Driver:
     def __init__(self, folder: Path, context: int = 256, threads: int = 2) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self.about = json.loads((folder / "model.json").read_text(encoding="utf-8"))
         self._session = ort.InferenceSession(
             str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
