@@ -100,8 +100,9 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
 
 async def _within(event: asyncio.Event, seconds: float) -> bool:
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
+    if not event.is_set():  # else Python 3.10's wait_for would swallow a cancellation here
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(event.wait(), seconds)
     return event.is_set()
 
 
