@@ -172,6 +172,19 @@ def test_another_python_rebuilds_the_environment(project: Path) -> None:
     assert not (project / ".venv" / "left-over").exists()
 
 
+def test_an_environment_of_a_copied_checkout_is_made_anew(project: Path) -> None:
+    """The copy's scripts would run the original's Python and code."""
+    program(project.parent / "bin", "python3.13", FAKE_PYTHON.format(minor=13))
+    make_venv(project, ".venv", ".")
+    copy = project.parent / "copy"
+    shutil.copytree(project, copy, copy_function=shutil.copy2, symlinks=True)
+    (copy / ".venv" / "left-over").touch()
+    result, calls = make_venv(copy, ".venv", ".")
+    assert result.returncode == 0, result.stderr
+    assert len(calls) == 2
+    assert not (copy / ".venv" / "left-over").exists()
+
+
 def test_a_folder_that_is_no_environment_is_left_alone(project: Path) -> None:
     """VENV= that names somebody's folder is refused, not deleted."""
     program(project.parent / "bin", "python3.13", FAKE_PYTHON.format(minor=13))
@@ -246,6 +259,17 @@ def test_leaked_variables_do_not_reach_the_recipes(tmp_path: Path) -> None:
     shown = run("make", "-f", fragment, "show", **leaked)
     assert shown.returncode == 0, shown.stderr
     assert not any(line.split("=")[0] in leaked for line in shown.stdout.splitlines())
+
+
+def test_ci_starts_from_any_folder(tmp_path: Path) -> None:
+    """A relative path to .ci/run, from somewhere else, works: it gets as far as `make check`."""
+    program(tmp_path / "repo" / ".ci", "run", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    program(tmp_path / "repo" / "tools", "test_packages.sh", "#!/bin/sh\n")
+    program(tmp_path / "repo" / "tools", "find_python.sh", "#!/bin/sh\n")
+    make = program(tmp_path / "bin", "make", '#!/bin/sh\necho "make $* in $PWD"; exit 3\n')
+    started = run("repo/.ci/run", path=f"{make.parent}:{os.environ['PATH']}", cwd=tmp_path)
+    assert started.returncode == 3, started.stderr
+    assert started.stdout == f"make check in {tmp_path / 'repo'}\n"
 
 
 @pytest.mark.parametrize("script", ["tools/find_python.sh", "tools/venv.sh", ".ci/run"])
