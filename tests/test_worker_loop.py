@@ -16,6 +16,7 @@ from edged.errors import WireError
 from edged.worker.executor import StepError
 from edged.worker.link import LinkClosed
 from edged.worker.plan import Gears
+from edged.worker.submit import MAX_LOGPROBS, MAX_SLOTS
 
 
 @contextmanager
@@ -270,6 +271,22 @@ def test_duty_paces_steps_and_cancels_cut_through() -> None:
         assert (r.ends[1], r.reports[-1].kind) == (["cancelled"], "none")
 
 
+@pytest.mark.parametrize("duty", [0.1, 0.5, 0.9])
+def test_the_busy_share_of_time_is_the_duty(duty: float) -> None:
+    """Over many steps, prompts among them, the pauses add up to what the duty asks."""
+    with rig(step_s=0.1, context=64) as r:
+        r.say(wire.SetLimits(4, duty, 4, True))
+        stream = 0
+        while len(r.executor.runs) < 600:
+            if not r.busy:
+                stream += 1
+                r.say(ask(stream, [stream % VOCAB] * 20, 40, ignore_eos=True))
+                r.turn()
+            r.executor.now_s += max(r.loop._wait_s() or 0.0, 0.0)
+            r.turn()
+        assert len(r.executor.runs) * 0.1 / r.executor.now_s == pytest.approx(duty, rel=0.05)
+
+
 def test_limits_of_zero_pause_the_streams_in_their_slots() -> None:
     """Nothing runs and nothing is promised until the limits rise again."""
     with rig() as r:
@@ -332,6 +349,14 @@ def test_the_end_of_the_socket_ends_the_loop() -> None:
         r._ours.close()
         with pytest.raises(LinkClosed):
             r.loop.turn()
+
+
+def test_the_largest_report_fits_a_frame() -> None:
+    """By construction: the most slots with the most logprobs stay far below the limit."""
+    rivals = [(2**31 - 1, -1e300)] * MAX_LOGPROBS
+    row = wire.Row(2**62, [2**31 - 1], [(-1e300, rivals)], "length", "", 2**31)
+    report = wire.Report([row] * MAX_SLOTS, "decode", 256, 256, 2**20, 1e9, 256, 1e9)
+    assert len(wire.encode(report)) < wire.MAX_FRAME_BYTES * 0.7
 
 
 # --- any order of events -------------------------------------------------------------------------

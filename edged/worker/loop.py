@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,26 +18,14 @@ from edged.worker.contract import ModelSpec
 from edged.worker.executor import Batch, Executor, Floats, StepError, empty_batch
 from edged.worker.link import Link
 from edged.worker.pace import Pace
-from edged.worker.plan import Memory, Move, SlotView, StepPlan, plan_step
+from edged.worker.plan import Memory, Move, StepPlan, plan_step
 from edged.worker.rules import log
-from edged.worker.sampler import FAULT, Draw, Drawn, Sampler
+from edged.worker.sampler import FAULT, Draw, Sampler
 from edged.worker.slots import Slot, SlotTable
+from edged.worker.stream import Stream
 from edged.worker.submit import finish_at_once, refusal
 
 _STEP_ATTEMPTS = 3
-
-
-@dataclass
-class Stream:
-    """A stream in a slot. slot.tokens are its ids, the first slot.rows of them computed."""
-
-    id: int
-    slot: Slot
-    draw: Draw
-    served: int
-    order: int
-    started: bool = False
-    cached_tokens: int = -1  # to be told with the first row
 
 
 class StepLoop:
@@ -85,7 +72,7 @@ class StepLoop:
             self._report(self._ended, None, 0.0)
             self._ended = []
         plan = self._next_plan()
-        if plan is not None and self._pace.wait_s(self._clock(), self._limits.duty) <= 0:
+        if plan is not None and self._pause_s(plan) <= 0:
             self._step(plan)
         return True
 
@@ -97,7 +84,8 @@ class StepLoop:
         elif isinstance(message, wire.Cancel):
             stream = self._streams.get(message.stream)
             if stream is not None:
-                self._ended.append(self._end(stream, "cancelled"))
+                self._ended.append(stream.end("cancelled"))
+                self._free(stream)
         elif isinstance(message, wire.SetLimits):
             # `admit` is the daemon's to obey: what has been submitted is served.
             self._limits = Limits(
@@ -130,7 +118,7 @@ class StepLoop:
 
     def _next_plan(self) -> StepPlan | None:
         while True:
-            views = sorted((_view(s) for s in self._streams.values()), key=lambda v: v.index)
+            views = sorted((s.view() for s in self._streams.values()), key=lambda v: v.index)
             plan, memory = plan_step(
                 views, len(self._table.slots), self._limits, self._executor.gears, self._memory
             )
@@ -153,9 +141,10 @@ class StepLoop:
             return
         self._failed_attempts = 0
         self._memory = self._planned
+        closes = self._closes_cycle(plan)
         rows = self._commit(plan, logits)
         ended_s = self._clock()
-        self._pace.record(started_s, ended_s)
+        self._pace.record(started_s, ended_s, closes, self._limits.duty)
         self._report(rows, plan, ended_s - started_s)
 
     def _batch(self, plan: StepPlan) -> Batch:
@@ -185,40 +174,26 @@ class StepLoop:
         for stream, (_, count) in zip(active, plan.fresh, strict=True):
             stream.slot.rows += count
         drawn = self._sampler.draw(logits, [(s.slot.index - plan.lo, s.draw) for s in active])
-        return [
-            self._emit(stream, token)
+        rows = [
+            stream.accept(token, self._spec)
             for stream, token in zip(active, drawn, strict=True)
             if token.token == FAULT or stream.slot.rows == len(stream.slot.tokens)
         ]
-
-    def _emit(self, stream: Stream, drawn: Drawn) -> wire.Row:
-        """The row of one drawn token; ends the stream where it must."""
-        slot, ask = stream.slot, stream.draw.ask
-        if drawn.token == FAULT:
-            return self._end(stream, "row_fault", "the model's output is not finite", trusted=False)
-        if drawn.token in self._spec.eos_ids and not ask.ignore_eos:
-            return self._end(stream, "stop")
-        slot.tokens.append(drawn.token)
-        stream.draw.advance(drawn.token)
-        stream.served += 1
-        logprobs = [drawn.logprobs] if drawn.logprobs is not None else []
-        full = len(slot.tokens) >= self._spec.context_tokens
-        if full or stream.draw.index >= ask.max_tokens:
-            end = self._end(stream, "length")
-            return wire.Row(end.stream, [drawn.token], logprobs, "length", "", end.cached_tokens)
-        return wire.Row(stream.id, [drawn.token], logprobs, "", "", _first_news(stream))
+        for row in rows:
+            if row.finish:
+                self._free(self._streams[row.stream], trusted=row.finish != "row_fault")
+        return rows
 
     # --- slots and memory ------------------------------------------------------------------------
 
-    def _end(self, stream: Stream, finish: str, detail: str = "", trusted: bool = True) -> wire.Row:
-        """Free the slot; an untrusted one is zeroed first, for 0 x NaN is NaN."""
+    def _free(self, stream: Stream, trusted: bool = True) -> None:
+        """Give the slot back; an untrusted one is zeroed first, for 0 x NaN is NaN."""
         del self._streams[stream.id]
         if trusted:
             self._table.release(stream.slot)
         else:
             self._executor.zero_slot(stream.slot.index)
             self._table.forget(stream.slot)
-        return wire.Row(stream.id, [], [], finish, detail, _first_news(stream))
 
     def _adopt_prefix(self, plan: StepPlan) -> bool:
         """Before a stream's first step: copy the rows of a slot that shares more of its prompt.
@@ -281,26 +256,28 @@ class StepLoop:
         self._promised = deadline_s > 0
         self._link.send(wire.Phase("step", deadline_s))
 
+    # --- when ------------------------------------------------------------------------------------
+
+    def _wait_s(self) -> float | None:
+        """How long nothing but the socket matters; None = until it says something."""
+        if not self._runnable():
+            return None
+        plan = self._next_plan() if self._limits.duty < 1 else None
+        return self._pause_s(plan) if plan is not None else 0.0
+
+    def _pause_s(self, plan: StepPlan) -> float:
+        return self._pace.wait_s(self._clock(), self._limits.duty, self._closes_cycle(plan))
+
+    def _closes_cycle(self, plan: StepPlan) -> bool:
+        """False for a prefill chunk that a decode step follows; to be asked before it runs."""
+        return plan.kind == "decode" or all(
+            len(s.slot.tokens) - s.slot.rows > 1 for s in self._streams.values()
+        )
+
     def _deadline_s(self) -> float:
-        return self._pace.deadline_s(self._limits.duty) if self._runnable() else 0.0
+        if not self._runnable():
+            return 0.0
+        return self._pace.deadline_s(self._clock(), self._limits.duty)
 
     def _runnable(self) -> bool:
         return bool(self._streams) and self._limits.max_batch > 0 and self._limits.duty > 0
-
-    def _wait_s(self) -> float | None:
-        if not self._runnable():
-            return None
-        return self._pace.wait_s(self._clock(), self._limits.duty)
-
-
-def _view(stream: Stream) -> SlotView:
-    slot = stream.slot
-    return SlotView(
-        slot.index, slot.rows, len(slot.tokens) - slot.rows, stream.served, stream.order
-    )
-
-
-def _first_news(stream: Stream) -> int:
-    """cached_tokens with the first row of a stream, -1 afterwards."""
-    cached, stream.cached_tokens = stream.cached_tokens, -1
-    return cached
