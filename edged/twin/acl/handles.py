@@ -17,10 +17,12 @@ _STEP = 0x40  # handles look like heap addresses
 class Handles:
     def __init__(self) -> None:
         self._things: dict[int, Any] = {}
+        self.version = 0  # changes with every handle, and with what data sets are made of
         self._last = 0xAAAA_C000_0000
 
     def add(self, thing: Any) -> int:
         self._last += _STEP
+        self.version += 1
         self._things[self._last] = thing
         return self._last
 
@@ -34,6 +36,7 @@ class Handles:
     def remove(self, handle: int, kind: type[Thing], code: int = codes.RT_PARAM_INVALID) -> Thing:
         thing = self.get(handle, kind, code)
         del self._things[handle]
+        self.version += 1
         return thing
 
     def find(self, thing: Any) -> int:

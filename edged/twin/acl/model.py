@@ -132,14 +132,14 @@ class Model(Interface):
         self,
         inputs: Sequence[DataBuffer],
         outputs: Sequence[DataBuffer],
+        gear: om.Gear,
         version: int,
         locate: Locate,
     ) -> Bound:
-        """The call these buffers make with the gear now set. Raises Failure where they do not fit.
+        """The call these buffers make at a gear. Raises Failure where they do not fit.
 
         version: of the device's allocations, so that nothing checked before is trusted later.
         """
-        gear = self._gear_of(inputs, locate)
         places = tuple((b.address, b.size_bytes) for b in (*inputs, *outputs))
         key = (version, id(gear), places)
         if key not in self._bound:
@@ -155,7 +155,7 @@ class Model(Interface):
         except (RuntimeError, ort.capi.onnxruntime_pybind11_state.InvalidArgument) as error:
             raise Failure(codes.AICORE_EXCEPTION, str(error)[:400]) from None
 
-    def _gear_of(self, inputs: Sequence[DataBuffer], locate: Locate) -> om.Gear:
+    def gear_of(self, inputs: Sequence[DataBuffer], locate: Locate) -> om.Gear:
         """What the buffer says; the largest gear when it says nothing known."""
         if not self.dynamic or len(inputs) != len(self.inputs):
             return self.largest

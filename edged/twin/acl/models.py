@@ -14,6 +14,8 @@ from edged.twin.acl.model import Bound, Model
 from edged.twin.acl.process import Context, Process
 from edged.twin.acl.top import DataBuffer, TensorDesc
 
+Buffers = list[DataBuffer]
+
 
 @dataclass(eq=False)
 class Dataset:
@@ -31,6 +33,9 @@ class ModelCalls(Surface):
         super().__init__(process)
         self._models: dict[int, tuple[Model, Context]] = {}
         self._last_id = 0
+        self._known = -1  # version of the handles these two were made from
+        self._lists: dict[int, Buffers] = {}
+        self._bound: dict[tuple[int, ...], tuple[Bound, Buffers, Buffers]] = {}
 
     @producer("s", 0)
     def load_from_file(self, path: str) -> int:
@@ -77,6 +82,7 @@ class ModelCalls(Surface):
         model = self._model(model_id)
         with model.busy:
             del self._models[model_id]
+            self._bound.clear()
             for address in model.owned:
                 self._process.release(address)
             model.close()
@@ -90,6 +96,7 @@ class ModelCalls(Surface):
                 size = port.largest_bytes
                 buffer.address = self._process.allocate(size, size + 32, codes.HUGE_FIRST)
                 buffer.size_bytes = size
+                self._process.handles.version += 1
         self._launch()
         self._bind(model, ins, outs)
         keeps_gil = bool(self._process.state.get("hold_gil"))
@@ -154,21 +161,34 @@ class ModelCalls(Surface):
             raise Failure(codes.MODEL_CONTEXT, "the model was loaded in another context")
         return model
 
-    def _buffers(self, dataset: int) -> list[DataBuffer]:
-        found = self._process.handles.get(dataset, Dataset, codes.INVALID_PARAM)
-        return [
-            self._process.handles.get(b, DataBuffer, codes.INVALID_PARAM) for b in found.buffers
-        ]
+    def _buffers(self, dataset: int) -> Buffers:
+        """The same list again as long as no handle changed: looking up 128 takes its time."""
+        handles = self._process.handles
+        if self._known != handles.version:
+            self._known = handles.version
+            self._lists.clear()
+            self._bound.clear()
+        if dataset not in self._lists:
+            found = handles.get(dataset, Dataset, codes.INVALID_PARAM)
+            self._lists[dataset] = [
+                handles.get(b, DataBuffer, codes.INVALID_PARAM) for b in found.buffers
+            ]
+        return self._lists[dataset]
 
-    def _run(
-        self, model: Model, ins: list[DataBuffer], outs: list[DataBuffer], keeps_gil: bool = False
-    ) -> None:
+    def _run(self, model: Model, ins: Buffers, outs: Buffers, keeps_gil: bool = False) -> None:
         bind = functools.partial(self._bind, model, ins, outs)
         execution.execute(self._process, model, bind, keeps_gil)
 
-    def _bind(self, model: Model, ins: list[DataBuffer], outs: list[DataBuffer]) -> Bound:
+    def _bind(self, model: Model, ins: Buffers, outs: Buffers) -> Bound:
+        """The call these lists make with the gear now in its buffer. Raises Failure."""
         process = self._process
-        return model.bind(ins, outs, process.memory.version, process.locate_on_device)
+        version, locate = process.memory.version, process.locate_on_device
+        gear = model.gear_of(ins, locate)
+        key = (id(model), id(gear), id(ins), id(outs), version)
+        if key not in self._bound:
+            bound = model.bind(ins, outs, gear, version, locate)
+            self._bound[key] = bound, ins, outs  # kept, so that no other list gets their ids
+        return self._bound[key][0]
 
     def _load_from_mem(
         self, address: int, size_bytes: int, work: loading.Given, weights: loading.Given
@@ -202,6 +222,7 @@ class DatasetCalls(Surface):
         """-> (dataset, ret)"""
         self._process.handles.get(buffer, DataBuffer, codes.INVALID_PARAM)
         self._dataset(dataset).buffers.append(buffer)
+        self._process.handles.version += 1
         return dataset
 
     @bare("k", 0)

@@ -85,6 +85,7 @@ class Top(Surface):
     def update_data_buffer(self, buffer: int, address: int, size_bytes: int) -> None:
         found = self._buffer(buffer)
         found.address, found.size_bytes = address, size_bytes
+        self._process.handles.version += 1
 
     @bare("iOi", 0)
     def create_tensor_desc(self, dtype: int, dims: list[int], layout: int) -> int:
