@@ -170,7 +170,7 @@ def _model_dir(engine: str, checked: config.Config) -> Path:
     if engine == "npu":
         npu = checked.npu
         if npu.model:
-            return Path(npu.model).expanduser()
+            return _expanded("npu.model", npu.model)
         dtype, target = npu.dtype, "twin"
         gears = ["--batch-gears", ",".join(map(str, npu.batch_gears))]
         gears += ["--context-gears", ",".join(map(str, npu.context_gears))]
@@ -209,7 +209,7 @@ def _source(checked: config.Config, state_dir: Path) -> Path:
 
     given = checked.model.path
     try:
-        path = Path(given).expanduser() if given else models.demo_path(state_dir)
+        path = _expanded("model.path", given) if given else models.demo_path(state_dir)
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         if given:
@@ -220,9 +220,14 @@ def _source(checked: config.Config, state_dir: Path) -> Path:
         ) from None
     except OSError as error:
         raise ConfigError(f"model.path: cannot read {path}: {error.strerror}") from None
-    except RuntimeError:  # a user without a home
-        raise ConfigError("model.path: the home folder is unknown; give a full path") from None
     return path
+
+
+def _expanded(key: str, given: str) -> Path:
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:  # a user without a home
+        raise ConfigError(f"{key}: the home folder is unknown; give a full path") from None
 
 
 def _greet(checked: config.Config, url: str) -> None:

@@ -31,6 +31,7 @@ else:
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Gears = Annotated[tuple[PositiveInt, ...], msgspec.Meta(min_length=1)]
 # Bounded, for inf is a float too: no time-out is longer than a year.
 YEAR_S = 366 * 86400.0
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=YEAR_S)]
@@ -90,8 +91,8 @@ class Npu(Section, frozen=True):
     model: str = ""
     twin: str = ""
     slots: Slots = 8
-    context_gears: tuple[PositiveInt, ...] = (512, 2048)
-    batch_gears: tuple[PositiveInt, ...] = (1, 4, 8)
+    context_gears: Gears = (512, 2048)
+    batch_gears: Gears = (1, 4, 8)
     prefill_chunk: ChunkTokens = 64
     dtype: Literal["fp16", "fp32"] = "fp16"
 

@@ -101,6 +101,7 @@ def test_a_key_like_no_other_gets_no_guess(tmp_path: Path) -> None:
         ("queue.max_tokens=100000000000000000000", "queue.max_tokens"),
         ("engines.chain=['cpu', 'cpu']", "engines.chain"),
         ("npu.required=true", "npu.required"),
+        ("npu.context_gears=[]", "npu.context_gears"),
         ("engines.chain=['npu']", "npu.model"),
         ("npu.context_gears=[0]", "npu.context_gears"),
         ("state_dir=~no-such-user/x", "state_dir"),
