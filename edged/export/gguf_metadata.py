@@ -1,4 +1,4 @@
-"""Reads the key-value part of a GGUF file: plain Python values, no tensors, no numpy.
+"""Reads the header of a GGUF file: keys and values, and where each tensor lies. No numpy.
 
 The vocabulary is hundreds of thousands of small strings; the gguf package maps each one by
 itself and takes ten seconds for what takes a fraction of one here.
@@ -9,23 +9,47 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from edged.export import ExportError
 
+_T = TypeVar("_T")
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_KEYS = 100_000
+_MAX_AXES = 4
+_ALIGNMENT_BYTES = 32  # unless general.alignment says otherwise
 _STRING, _ARRAY = 8, 9
 # Type number -> struct format, little endian (GGUF specification, gguf_metadata_value_type).
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 
 
+class TensorEntry(NamedTuple):
+    """shape: outermost size first (GGUF stores it reversed); kind: number of the ggml type.
+
+    offset_bytes: from the start of the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset_bytes: int
+
+
 def read_metadata(path: Path) -> dict[str, Any]:
     """All keys and values; arrays are lists. Raises ExportError if it is not a GGUF file."""
+    return _read(path, lambda reader: reader.pairs())
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], list[TensorEntry]]:
+    """The same, and all tensors. Raises ExportError."""
+    return _read(path, lambda reader: (found := reader.pairs(), reader.tensors(found)))
+
+
+def _read(path: Path, read: Callable[[_Reader], _T]) -> _T:
     try:
         with path.open("rb") as file:
-            return _Reader(file, path.stat().st_size).pairs()
+            return read(_Reader(file, path.stat().st_size))
     except OSError as error:
         raise ExportError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, struct.error) as error:
@@ -36,6 +60,7 @@ class _Reader:
     def __init__(self, file: BinaryIO, size_bytes: int) -> None:
         self._file = file
         self._size_bytes = size_bytes
+        self._tensors = 0
 
     def pairs(self) -> dict[str, Any]:
         if self._take(4) != _MAGIC:
@@ -43,14 +68,30 @@ class _Reader:
         (version,) = self._unpack("I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version} is not one of {_VERSIONS} (or big endian)")
-        _, keys = self._unpack("QQ")
-        if keys > _MAX_KEYS:
-            raise ValueError(f"{keys} keys cannot be")
+        self._tensors, keys = self._unpack("QQ")
+        if max(self._tensors, keys) > _MAX_KEYS:
+            raise ValueError(f"{self._tensors} tensors and {keys} keys cannot be")
         found = {}
         for _ in range(keys):
             key = self._string()
             found[key] = self._value(*self._unpack("I"))
         return found
+
+    def tensors(self, pairs: dict[str, Any]) -> list[TensorEntry]:
+        """Where the tensors lie; to be called after `pairs`, with what it found."""
+        found = []
+        for _ in range(self._tensors):
+            name = self._string()
+            (axes,) = self._unpack("I")
+            if not 1 <= axes <= _MAX_AXES:
+                raise ValueError(f"{name} with {axes} axes cannot be")
+            shape = self._unpack(f"{axes}Q")[::-1]
+            found.append(TensorEntry(name, shape, *self._unpack("IQ")))
+        alignment = int(pairs.get("general.alignment", _ALIGNMENT_BYTES))
+        if alignment < 1:
+            raise ValueError(f"an alignment of {alignment} cannot be")
+        start = -(-self._file.tell() // alignment) * alignment
+        return [entry._replace(offset_bytes=start + entry.offset_bytes) for entry in found]
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

@@ -5,9 +5,10 @@ Undoes what GGUF does to a model: reversed shapes and, for `llama`, permuted q a
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -15,9 +16,15 @@ import numpy as np
 from edged.export import ExportError
 from edged.export.blocks import Affine
 from edged.export.gguf_blocks import decoder
+from edged.export.gguf_metadata import TensorEntry, read_header
 from edged.export.hyper import Hyper, Rope, family
 
-_TOP = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+_TOP = {
+    "embed": "token_embd.weight",
+    "norm": "output_norm.weight",
+    "head": "output.weight",
+    "rope_freqs": "rope_freqs.weight",
+}
 _LAYER = {
     "attn_norm": "attn_norm.weight",
     "q": "attn_q.weight",
@@ -39,17 +46,25 @@ _QUANTISATION = re.compile(r"[.-]((i?q\d[a-z0-9_]*)|bf16|f16|f32)$", re.IGNORECA
 _HEADS_OF = {"q": "heads", "q_bias": "heads", "k": "kv_heads", "k_bias": "kv_heads"}
 
 
+class _Tensor(NamedTuple):
+    """rows of row_bytes each; a vector is one row."""
+
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    rows: int
+    row_bytes: int
+    offset_bytes: int
+
+
 class GgufSource:
     """One GGUF file. Names of tensors are edged's own: `embed`, `norm`, `head`, `3.q`, ..."""
 
     def __init__(self, path: Path) -> None:
         self.paths = [path]
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise ExportError(f"cannot read {path} as GGUF: {error}") from None
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._path = path
+        self._pairs, entries = read_header(path)
+        size_bytes = path.stat().st_size
+        self._tensors = {entry.name: _tensor(entry, path, size_bytes) for entry in entries}
         self.hyper = self._hyper().check()
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -67,7 +82,7 @@ class GgufSource:
     def affine(self, name: str) -> Affine | None:
         """A matrix in its own 4-bit blocks, if it is stored so."""
         tensor = self._find(name)
-        decode = decoder(tensor.tensor_type)
+        decode = decoder(tensor.kind)
         if decode is None:
             return None
         own = decode(self._raw(tensor, slice(None)))
@@ -78,50 +93,49 @@ class GgufSource:
         return own
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(size) for size in reversed(self._find(name).shape))
+        return self._find(name).shape
 
     def label(self, name: str) -> str:
         """The tensor's name in the file."""
         layer, _, part = name.rpartition(".")
         return f"blk.{layer}.{_LAYER[part]}" if layer else _TOP[part]
 
-    def _find(self, name: str) -> Any:
+    def _find(self, name: str) -> _Tensor:
         full = self.label(name)
         if full not in self._tensors:
             raise ExportError(f"tensor {full} is missing in {self._path.name}; the file is damaged")
         return self._tensors[full]
 
-    def _raw(self, tensor: Any, rows: slice) -> np.ndarray:
-        """Rows of a tensor as they are stored."""
-        count = tensor.data.shape[0]
-        start, stop, _ = rows.indices(count)
-        row_bytes = int(tensor.n_bytes) // count
-        # Read, not mapped: pages of a map would stay in this process's resident memory.
-        raw = np.fromfile(
+    def _raw(self, tensor: _Tensor, rows: slice) -> np.ndarray:
+        """Rows of a tensor as they are stored, uint8 [rows, bytes]; of a vector, one row.
+
+        Read, not mapped: pages of a map would stay in this process's resident memory.
+        """
+        start, stop, _ = rows.indices(tensor.rows)
+        return np.fromfile(
             self._path,
             dtype=np.uint8,
-            count=(stop - start) * row_bytes,
-            offset=int(tensor.data_offset) + start * row_bytes,
-        )
-        shape: tuple[int, ...] = (stop - start, *tensor.data.shape[1:])
-        return np.asarray(raw.view(tensor.data.dtype)).reshape(shape)
+            count=(stop - start) * tensor.row_bytes,
+            offset=tensor.offset_bytes + start * tensor.row_bytes,
+        ).reshape(stop - start, tensor.row_bytes)
 
     def _decode(self, name: str, rows: slice) -> np.ndarray:
         tensor = self._find(name)
         try:
-            values = gguf.quants.dequantize(self._raw(tensor, rows), tensor.tensor_type)
+            values = gguf.quants.dequantize(self._raw(tensor, rows), tensor.kind)
         except NotImplementedError:
             raise ExportError(
-                f"unsupported quantisation {tensor.tensor_type.name} of {tensor.name}; "
+                f"unsupported quantisation {tensor.kind.name} of {self.label(name)}; "
                 "take a Q8_0, Q4_K_M or F16 file of the same model"
             ) from None
-        return np.asarray(values, dtype=np.float32)
+        values = np.asarray(values, dtype=np.float32)
+        return values[0] if len(tensor.shape) == 1 else values
 
     def _field(self, key: str, default: Any = None) -> Any:
-        found = self._reader.fields.get(key)
-        if found is None and default is None:
+        found = self._pairs.get(key, default)
+        if found is None:
             raise ExportError(f"{key} is missing in {self._path.name}; the file is damaged")
-        return default if found is None else found.contents()
+        return found
 
     def _hyper(self) -> Hyper:
         arch = str(self._field("general.architecture"))
@@ -154,7 +168,7 @@ class GgufSource:
     def _rope(self, arch: str, head_dim: int) -> Rope:
         theta = float(self._field(f"{arch}.rope.freq_base", 10_000.0))
         if "rope_freqs.weight" in self._tensors:
-            divisors = self._tensors["rope_freqs.weight"].data
+            divisors = self._decode("rope_freqs", slice(None))
             return Rope(theta, "llama3", tuple(float(d) for d in divisors))
         kind = str(self._field(f"{arch}.rope.scaling.type", "none"))
         if kind == "linear":
@@ -163,6 +177,25 @@ class GgufSource:
         if kind != "none":
             raise ExportError(f"rope scaling {kind!r} is not supported; edged exports linear")
         return Rope(theta)
+
+
+def _tensor(entry: TensorEntry, path: Path, size_bytes: int) -> _Tensor:
+    """Raises ExportError for a type nobody knows and for what lies beyond the end of the file."""
+    try:
+        kind = gguf.GGMLQuantizationType(entry.kind)
+    except ValueError:
+        raise ExportError(
+            f"unsupported quantisation, type {entry.kind} of {entry.name}; "
+            "take a Q8_0, Q4_K_M or F16 file of the same model"
+        ) from None
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    row_bytes = entry.shape[-1] // block * block_bytes
+    rows = math.prod(entry.shape[:-1])
+    if entry.shape[-1] % block or entry.offset_bytes + rows * row_bytes > size_bytes:
+        raise ExportError(
+            f"cannot read {path} as GGUF: {entry.name} lies beyond its end; fetch it again"
+        )
+    return _Tensor(kind, entry.shape, rows, row_bytes, entry.offset_bytes)
 
 
 def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
