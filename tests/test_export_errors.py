@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -10,10 +11,14 @@ from typing import NamedTuple
 
 import ml_dtypes
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tiny import Tiny
 
-from edged.export.run import main
+from edged.export import ExportError
+from edged.export.run import main, open_source
+from edged.export.weights import check_tensors
 
 
 class Usage(NamedTuple):
@@ -128,7 +133,7 @@ def other_rope_type(tmp: Path) -> Path:
         (lacking_hf, "tensor model.layers.0.mlp.down_proj.weight is missing"),
         (no_weights, "model.safetensors is missing"),
         (no_config, "config.json"),
-        (cut_hf, "is cut off"),
+        (cut_hf, "a tensor lies beyond its end; download it again"),
         (eight_bit_floats, "unsupported quantisation F8_E4M3"),
         (packed_hf, "pre-quantised"),
         (yarn, "rope scaling 'yarn' is not supported"),
@@ -222,3 +227,50 @@ def test_the_description_says_what_the_worker_and_the_daemon_need(tmp_path: Path
     assert (about["weights_dtype"], about["cache_dtype"]) == ("int8", "fp32")
     assert about["rope"] == {"theta": 10_000.0, "scaling": "none"}
     assert len(about["source"]["sha256"]) == len(about["tokenizer_sha256"]) == 64
+
+
+@pytest.fixture(scope="module")
+def good_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Tiny("qwen2").write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def good_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Tiny("qwen3").write_hf(tmp_path_factory.mktemp("hf") / "tiny", rope_scaling=None)
+
+
+def open_or_refuse(source: Path) -> None:
+    """Up to where the long work would begin; anything but ExportError is a bug."""
+    with contextlib.suppress(ExportError):
+        check_tensors(open_source(source))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_a_damaged_gguf_header_is_never_a_trace(good_gguf: Path, data: st.DataObject) -> None:
+    """Whatever bytes of a file are changed or missing, it opens or it is refused."""
+    content = bytearray(good_gguf.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, 6000))
+        content[at] = data.draw(st.integers(0, 255))
+    end = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
+    damaged = good_gguf.with_name("damaged.gguf")
+    damaged.write_bytes(content[:end])
+    open_or_refuse(damaged)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_a_damaged_folder_is_never_a_trace(good_hf: Path, data: st.DataObject) -> None:
+    """Whatever config.json or the header of the weights says, it opens or it is refused."""
+    damaged = good_hf.with_name("damaged")
+    shutil.copytree(good_hf, damaged, dirs_exist_ok=True)
+    config = json.loads((good_hf / "config.json").read_text())
+    key = data.draw(st.sampled_from([*config, "rope_parameters", "hidden_act"]))
+    scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    config[key] = data.draw(scalars | st.lists(scalars, max_size=2) | st.just({"rope_type": 1}))
+    (damaged / "config.json").write_text(json.dumps(config))
+    content = bytearray((good_hf / "model.safetensors").read_bytes())
+    content[data.draw(st.integers(0, 1500))] = data.draw(st.integers(0, 255))
+    (damaged / "model.safetensors").write_bytes(content)
+    open_or_refuse(damaged)

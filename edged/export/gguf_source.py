@@ -137,42 +137,54 @@ class GgufSource:
             raise ExportError(f"{key} is missing in {self._path.name}; the file is damaged")
         return found
 
+    def _int(self, key: str, default: int | None = None) -> int:
+        value = self._field(key, default)
+        if not isinstance(value, int):
+            raise ExportError(f"{key} is {str(value)[:40]}, not a whole number; not supported")
+        return value
+
+    def _float(self, key: str, default: float | None = None) -> float:
+        value = self._field(key, default)
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ExportError(f"{key} is {str(value)[:40]}, not a number above 0; not supported")
+        return float(value)
+
     def _hyper(self) -> Hyper:
         arch = str(self._field("general.architecture"))
         parts = family(arch)
-        heads = int(self._field(f"{arch}.attention.head_count"))
-        hidden = int(self._field(f"{arch}.embedding_length"))
-        head_dim = int(self._field(f"{arch}.attention.key_length", hidden // heads))
-        rotary = int(self._field(f"{arch}.rope.dimension_count", head_dim))
+        heads = self._int(f"{arch}.attention.head_count")
+        hidden = self._int(f"{arch}.embedding_length")
+        head_dim = self._int(f"{arch}.attention.key_length", hidden // max(heads, 1))
+        rotary = self._int(f"{arch}.rope.dimension_count", head_dim)
         if rotary != head_dim:
             raise ExportError(f"partial rotary embedding ({rotary} of {head_dim}) is not supported")
-        if int(self._field(f"{arch}.expert_count", 0) or 0):
+        if self._int(f"{arch}.expert_count", 0):
             raise ExportError("mixture-of-experts models are not supported; take a dense one")
         return Hyper(
             architecture=arch,
             name=_QUANTISATION.sub("", self._path.stem),
-            layers=int(self._field(f"{arch}.block_count")),
+            layers=self._int(f"{arch}.block_count"),
             hidden=hidden,
             heads=heads,
-            kv_heads=int(self._field(f"{arch}.attention.head_count_kv", heads)),
+            kv_heads=self._int(f"{arch}.attention.head_count_kv", heads),
             head_dim=head_dim,
-            ffn=int(self._field(f"{arch}.feed_forward_length")),
+            ffn=self._int(f"{arch}.feed_forward_length"),
             vocab=self.shape("embed")[0],
-            context_tokens=int(self._field(f"{arch}.context_length")),
-            norm_eps=float(self._field(f"{arch}.attention.layer_norm_rms_epsilon")),
+            context_tokens=self._int(f"{arch}.context_length"),
+            norm_eps=self._float(f"{arch}.attention.layer_norm_rms_epsilon"),
             rope=self._rope(arch, head_dim),
             tied="output.weight" not in self._tensors,
             family=parts,
         )
 
     def _rope(self, arch: str, head_dim: int) -> Rope:
-        theta = float(self._field(f"{arch}.rope.freq_base", 10_000.0))
+        theta = self._float(f"{arch}.rope.freq_base", 10_000.0)
         if "rope_freqs.weight" in self._tensors:
             divisors = self._decode("rope_freqs", slice(None))
             return Rope(theta, "llama3", tuple(float(d) for d in divisors))
         kind = str(self._field(f"{arch}.rope.scaling.type", "none"))
         if kind == "linear":
-            factor = float(self._field(f"{arch}.rope.scaling.factor"))
+            factor = self._float(f"{arch}.rope.scaling.factor")
             return Rope(theta, kind, (factor,) * (head_dim // 2))
         if kind != "none":
             raise ExportError(f"rope scaling {kind!r} is not supported; edged exports linear")

@@ -113,23 +113,23 @@ class HfSource:
         parts = family(arch)
         self._refuse_unsupported()
         heads = self._int("num_attention_heads")
-        head_dim = int(config.get("head_dim") or self._int("hidden_size") // heads)
+        head_dim = self._int("head_dim", self._int("hidden_size") // max(heads, 1))
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(rope, dict):
             raise ExportError(f"rope_scaling {rope!r} in config.json is not an object")
-        theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+        theta = self._float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
         return Hyper(
             architecture=arch,
             name=str(config.get("_name_or_path") or self._folder.resolve().name),
             layers=self._int("num_hidden_layers"),
             hidden=self._int("hidden_size"),
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
+            kv_heads=self._int("num_key_value_heads", heads),
             head_dim=head_dim,
             ffn=self._int("intermediate_size"),
             vocab=self.shape("embed")[0],
             context_tokens=self._int("max_position_embeddings"),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=self._float(config.get("rms_norm_eps", 1e-6)),
             rope=scaled_rope(theta, head_dim, rope),
             tied="lm_head.weight" not in self._entries,
             family=parts,
@@ -147,11 +147,17 @@ class HfSource:
         if self._config.get("use_sliding_window"):
             raise ExportError("sliding-window attention is not supported; set use_sliding_window")
 
-    def _int(self, key: str) -> int:
-        try:
-            return int(self._config[key])
-        except (KeyError, TypeError, ValueError):
-            raise ExportError(f"{key} is missing in {self._folder / 'config.json'}") from None
+    def _int(self, key: str, default: int | None = None) -> int:
+        found = self._config.get(key)
+        value = default if found is None else found
+        if not isinstance(value, int):
+            raise ExportError(f"{key} in {self._folder / 'config.json'} is not a whole number")
+        return value
+
+    def _float(self, value: Any) -> float:
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ExportError(f"{value!r} in {self._folder / 'config.json'} is no number above 0")
+        return float(value)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -190,12 +196,20 @@ def _header(path: Path) -> dict[str, _Entry]:
             header = json.loads(file.read(size))
         except ValueError:
             raise ExportError(f"{path} is not a safetensors file, or is cut off") from None
-    entries = {}
-    for name, item in header.items():
-        if name == "__metadata__":
-            continue
-        start, end = item["data_offsets"]
-        if not 0 <= start <= end <= total - 8 - size:
-            raise ExportError(f"{path} is cut off: {name} lies beyond its end; download it again")
-        entries[name] = _Entry(path, item["dtype"], tuple(item["shape"]), 8 + size + start)
-    return entries
+    try:
+        tensors = {name: item for name, item in header.items() if name != "__metadata__"}
+        return {name: _entry(path, item, 8 + size, total) for name, item in tensors.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ExportError(f"{path} is damaged: {error}; download it again") from None
+
+
+def _entry(path: Path, item: dict[str, Any], base: int, total: int) -> _Entry:
+    """Raises ValueError when the sizes contradict each other or the file."""
+    start, end = (base + int(offset) for offset in item["data_offsets"])
+    shape = tuple(int(size) for size in item["shape"])
+    dtype = _DTYPES.get(item["dtype"])
+    if not base <= start <= end <= total or min(shape, default=0) < 0:
+        raise ValueError("a tensor lies beyond its end")
+    if dtype is not None and math.prod(shape) * dtype.itemsize != end - start:
+        raise ValueError("a tensor is not as long as its shape")
+    return _Entry(path, str(item["dtype"]), shape, start)
