@@ -68,10 +68,11 @@ def model_dir_for(source: Path, state_dir: Path, dtype: str, target: str = "cpu"
     The name changes with the source's place, size and time, the form and the exporter.
     """
     source = source.resolve()
-    marked = source if source.is_file() else source / "config.json"
-    stat = marked.stat() if marked.exists() else None
-    state = (str(source), stat and stat.st_size, stat and stat.st_mtime_ns, EXPORTER_VERSION)
-    key = hashlib.sha256(repr(state).encode()).hexdigest()[:10]
+    read = [source]
+    if source.is_dir():
+        read = sorted([*source.glob("*.json"), *source.glob("*.safetensors")])
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in read]
+    key = hashlib.sha256(repr((EXPORTER_VERSION, str(source), stats)).encode()).hexdigest()[:10]
     stem = source.name.removesuffix(".gguf")
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-")[:64] or "model"
     return state_dir / "models" / "exported" / f"{label}-{dtype}-{target}-{key}"

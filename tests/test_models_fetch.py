@@ -113,6 +113,16 @@ def test_a_changed_source_is_exported_anew(tmp_path: Path) -> None:
     assert b'"layers": 1' in (second / "model.json").read_bytes()
 
 
+@pytest.mark.parametrize("changed", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_changed_folder_is_exported_anew(changed: str, tmp_path: Path) -> None:
+    """Each file of a Hugging Face folder that an export reads is watched."""
+    source = Tiny().write_hf(tmp_path / "hf")
+    before = model_dir_for(source, tmp_path, "int8")
+    assert model_dir_for(source, tmp_path, "int8") == before
+    os.utime(source / changed, (1, 1))
+    assert model_dir_for(source, tmp_path, "int8") != before
+
+
 def test_an_exported_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     """A model directory needs no state folder and no second export."""
     out = ensure_exported(Tiny().write_hf(tmp_path / "hf"), tmp_path / "state", "int8")
