@@ -87,9 +87,10 @@ PINNED_7_3 = 0.44205212947108785
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_draws_follow_the_distribution(temperature: float) -> None:
-    """Frequencies match the softmax at the given temperature."""
-    row = logits()
+@pytest.mark.parametrize("scale", [1, 8])
+def test_draws_follow_the_distribution(temperature: float, scale: float) -> None:
+    """Frequencies match the softmax at the given temperature, be it flat or peaked."""
+    row = logits() * np.float32(scale)
     found = np.bincount(tokens(row, 6000, temperature=temperature), minlength=VOCAB) / 6000
     wanted = softmax(row[0] / temperature)
     assert np.abs(found - wanted).max() < 5 * math.sqrt(0.25 / 6000)

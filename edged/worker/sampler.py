@@ -17,6 +17,7 @@ from edged.wire import Submit
 
 FAULT = -1
 _GROUP = 64
+_MANY = 0.25  # share of the vocabulary above which picking ids out costs more than taking all
 _COLDEST = 1e-6  # below it temperature is greedy anyway, and 1 / it overflows
 _UINT64 = (1 << 64) - 1
 Floats = npt.NDArray[np.float32]
@@ -85,6 +86,7 @@ class Sampler:
         # Groups of ids a column apart; the ids that fill the last group up weigh 0.
         self._groups = np.zeros((_GROUP, -(-vocab_tokens // _GROUP)), np.float32)
         self._weights = self._groups.reshape(-1)[:vocab_tokens]
+        self._ids = np.arange(vocab_tokens)
         # All ids less likely than exp(-tail) times the likeliest weigh less than float32 rounding.
         self._tail = math.log(vocab_tokens) + 24 * math.log(2)
         self._generator = np.random.Philox(key=0)
@@ -129,25 +131,32 @@ class Sampler:
     def _pick(self, row: Floats, ask: Submit, uniform: float) -> int:
         """Temperature, then min_p, top_k, top_p, each over what the rules before it left."""
         temperature = max(ask.temperature, _COLDEST)
-        peak = row.max()
-        if ask.min_p <= 0 and ask.top_k <= 0 and ask.top_p >= 1:
-            return self._pick_of_all(row, peak, temperature, uniform)
         reach = -math.log(ask.min_p) if ask.min_p > 0 else self._tail
+        peak = row.max()
         floor = peak - np.float32(min(reach, self._tail) * temperature)
         if ask.top_k > 0:
             floor = max(floor, _at_most_kth(row, ask.top_k))
-        ids = np.flatnonzero(row >= floor)
-        weights = np.exp((row[ids] - peak) / np.float32(temperature))  # the likeliest weighs 1
+        reached = row >= floor
+        if np.count_nonzero(reached) > _MANY * len(row) and ask.min_p <= 0 and ask.top_k <= 0:
+            ids, weights = self._ids, self._weigh_all(row, peak, temperature)
+            if ask.top_p >= 1:
+                return self._pick_of_all(uniform)
+        else:
+            ids = np.flatnonzero(reached)
+            weights = np.exp((row[ids] - peak) / np.float32(temperature))
         if ask.top_k > 0 or ask.top_p < 1:
             ids, weights = _best(ids, weights, ask.top_k, ask.top_p)
         return int(ids[_locate(weights, uniform)])
 
-    def _pick_of_all(self, row: Floats, peak: Any, temperature: float, uniform: float) -> int:
-        """Among the whole vocabulary: a group by the groups' sums, then an id in the group."""
+    def _weigh_all(self, row: Floats, peak: Any, temperature: float) -> Floats:
+        """exp of all logits (the likeliest weighs 1), without a new array."""
         weights = self._weights
         np.subtract(row, peak, out=weights)
         np.multiply(weights, np.float32(1 / temperature), out=weights)
-        np.exp(weights, out=weights)
+        return np.exp(weights, out=weights)
+
+    def _pick_of_all(self, uniform: float) -> int:
+        """Among the weights of all: a group by the groups' sums, then an id in the group."""
         sums = self._groups.sum(axis=0)
         group = _locate(sums, uniform)
         before, own = float(sums[:group].sum(dtype=np.float64)), float(sums[group])
