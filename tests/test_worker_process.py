@@ -182,6 +182,20 @@ def test_a_cancel_in_a_prefill_of_6000_tokens_costs_one_chunk(folder: Path) -> N
 
 
 @pytest.mark.model
+def test_memory_that_ends_is_told_as_such(folder: Path) -> None:
+    """A cache that cannot grow is Fault("memory"), so that the ladder asks for less."""
+    with daemon() as d:
+        d.launch(folder)
+        process = psutil.Process(d.process.pid)
+        limit = process.memory_info().vms + (16 << 20)
+        process.rlimit(psutil.RLIMIT_AS, (limit, limit))
+        d.say(ask(1, [20 + k % 4000 for k in range(2000)], 10))
+        fault = d.until(lambda m: isinstance(m, wire.Fault))[-1]
+        assert isinstance(fault, wire.Fault)
+        assert (fault.kind, d.exit_code()) == ("memory", 1), fault
+
+
+@pytest.mark.model
 def test_the_end_of_the_socket_ends_the_worker(folder: Path) -> None:
     """A daemon that is gone needs no answer: the worker exits in the middle of its work."""
     with daemon() as d:
