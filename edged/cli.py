@@ -28,7 +28,12 @@ EX_OK, EX_FAIL, EX_TEMPFAIL, EX_CONFIG = 0, 1, 75, 78
 
 def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_files()
-    arguments = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    rest: list[str] = []
+    if words[:1] == ["export"] or words[:1] == ["twin"]:
+        words, rest = words[:1], words[1:]  # their own parsers read it, --help included
+    arguments = _parser().parse_args(words)
+    arguments.rest = rest
     try:
         return int(arguments.verb(arguments))
     except ConfigError as error:
@@ -80,10 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         help="run the NPU path on a simulated board (310b4, 310b1, 310p3, field or a TOML file)",
     )
     twin = verbs.add_parser("twin", help="order faults and heat on the simulated board")
-    twin.add_argument("rest", nargs=argparse.REMAINDER)
     twin.set_defaults(verb=_twin)
     export = verbs.add_parser("export", help="turn a GGUF file or HF folder into a model folder")
-    export.add_argument("rest", nargs=argparse.REMAINDER)
     export.set_defaults(verb=_export)
     models = verbs.add_parser("models", help="fetch the demo model")
     models.add_argument("action", choices=["fetch"])
@@ -225,7 +228,7 @@ def _source(checked: config.Config, state_dir: Path) -> Path:
 
 def _expanded(key: str, given: str) -> Path:
     try:
-        return Path(given).expanduser()
+        return Path(given).expanduser().absolute()  # workers have another working directory
     except RuntimeError:  # a user without a home
         raise ConfigError(f"{key}: the home folder is unknown; give a full path") from None
 

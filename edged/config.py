@@ -280,6 +280,7 @@ def _resolve(config: Config) -> Config:
     """Fill in what depends on the machine: node name, state folder, Unix socket."""
     try:
         state_dir = Path(config.state_dir).expanduser() if config.state_dir else default_state_dir()
+        state_dir = state_dir.absolute()  # children have another working directory
         unix_socket = config.http.unix_socket
         if unix_socket == "auto":
             runtime = os.environ.get("RUNTIME_DIRECTORY") or str(state_dir)

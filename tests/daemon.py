@@ -30,7 +30,11 @@ class Daemon:
     """
 
     def __init__(
-        self, *sets: str, environ: dict[str, str] | None = None, redirect: str = ""
+        self,
+        *sets: str,
+        environ: dict[str, str] | None = None,
+        redirect: str = "",
+        cwd: Path | None = None,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="edged-daemon-"))
         self.port = free_port()
@@ -50,6 +54,7 @@ class Daemon:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **(environ or {})},
+                cwd=cwd,
             )
 
     def get(self, path: str, timeout_s: float = 10.0) -> Any:

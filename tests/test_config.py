@@ -171,6 +171,11 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (loaded.state_dir, loaded.http.unix_socket) == ("/home/me/s", "/home/me/x.sock")
 
 
+def test_the_state_folder_does_not_depend_on_who_asks() -> None:
+    """A relative state_dir is made absolute once, where the daemon was started."""
+    assert config.load(None, ("state_dir=here",)).state_dir == str(Path.cwd() / "here")
+
+
 def test_a_file_from_windows_loads(tmp_path: Path) -> None:
     """A byte order mark and CRLF are no errors."""
     path = tmp_path / "edged.toml"

@@ -274,6 +274,16 @@ def test_output_that_nobody_takes_does_not_stop_the_daemon() -> None:
         assert running.stop() == 0
 
 
+def test_modules_where_it_is_started_are_not_imported(tmp_path: Path) -> None:
+    """A numpy.py in the folder somebody starts it from is not the worker's NumPy."""
+    (tmp_path / "numpy.py").write_text("raise SystemExit(9)", encoding="utf-8")
+    made = Daemon("state_dir=state", f"model.path={exported('int8')}", cwd=tmp_path)
+    try:
+        made.wait_ready()
+    finally:
+        made.close()
+
+
 def test_two_daemons_do_not_take_each_others_socket() -> None:
     """A second daemon on the Unix socket of a living one is refused; the first goes on."""
     with daemon() as first:

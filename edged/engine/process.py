@@ -44,6 +44,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             stdout=asyncio.subprocess.PIPE,  # vendor libraries chatter there
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=(fd,),
+            cwd="/",  # `-m` imports from there first: not from wherever the daemon was started
             start_new_session=True,
             env={k: v for k, v in os.environ.items() if k != "NOTIFY_SOCKET"} | dict(environ),
         )
