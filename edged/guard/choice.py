@@ -12,6 +12,9 @@ from edged.guard.policy import DUTY_FLOOR, Levers, Point
 
 Gear = float | None
 _CHUNK_SHARE = 1 / 3  # of a decode step a prefill chunk may take
+_MOST, _EVERY_S = 4.0, 225.0  # 4 + 16 in an hour
+_GAIN = 1.03  # the least a change of the clock must bring
+_THRIFT = 0.12  # more when few changes are left
 _DEAR = 1.2  # times the cheapest cost per token
 
 
@@ -23,6 +26,27 @@ class Plant:
     step_s: Callable[[Gear, int], float]
     rise_c: Callable[[Gear, int], float]
     prefill_s: Callable[[Gear], float]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How often the clock may change: `left` now, one more each _EVERY_S, at most _MOST at once;
+    so at most 20 in any hour."""
+
+    left: float = _MOST
+    at_s: float = 0.0
+
+    def worth(self, gain: float, now_s: float) -> bool:
+        """Whether a change that multiplies the speed by `gain` is worth one of those left; the
+        fewer, the more it must bring."""
+        left = self._now(now_s)
+        return left >= 1.0 and gain > _GAIN + _THRIFT * (1.0 - left / _MOST)
+
+    def spent(self, now_s: float) -> Budget:
+        return Budget(max(0.0, self._now(now_s) - 1.0), now_s)
+
+    def _now(self, now_s: float) -> float:
+        return min(_MOST, self.left + max(0.0, now_s - self.at_s) / _EVERY_S)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from edged.core import Limits
 from edged.guard import base_rule, choice
 from edged.guard.base_rule import BaseState
-from edged.guard.choice import Gear, Option
+from edged.guard.choice import Budget, Gear, Option
 from edged.guard.estimator import HeatInput, HeatModel, StepModel
 from edged.guard.policy import (
     CPU,
@@ -28,14 +28,13 @@ from edged.guard.policy import (
 )
 
 RETHINK_S = 5.0  # between two choices of clock and batch
-GAIN = 1.03  # a new clock must promise this much more
-CHANGES = 4.0  # frequency changes that may follow each other at once ...
-CHANGE_EVERY_S = 300.0  # ... and one more after each such span: at most 16 in any hour
+GAIN = 1.03  # a new batch must promise this much more
 _MARGIN_C = 0.15  # below the limit, at least; half a sensor step if that is more
 _COARSE = 0.3  # of a sensor step: rounded readings then change between two values, which tells most
 _MARGIN_MOST_C = 1.5
+_RIPPLE, _SMOOTH_C = 0.015, 18.0  # and this share of the rise at full duty, where it is steep
 _OVER_STEP_C, _UNDER_STEP_C = 0.02, 0.0001  # margin's walk: over the limit 0.5 % of the time
-_BRAKE = 1.0  # °C taken off the headroom per °C above the target
+_BRAKE = 1.5  # °C taken off the headroom per °C above the target
 _PUSH = 0.3  # °C added to it per °C below
 _MISFIT_MOST = 12.0  # squared surprise, in expected ones, at which the model explains nothing
 _FALLBACK_S = 120.0
@@ -57,8 +56,9 @@ class ModelState:
     gear: int = 0
     batch: int = 1
     duty: float = DUTY_FLOOR
+    full_c: float = 0.0  # rise at duty 1 of the present point
     geared_s: float = float("-inf")
-    budget: float = CHANGES
+    budget: Budget = field(default_factory=Budget)
     rethink_s: float = float("-inf")
     good_s: float = 0.0
     demand: float = 0.0  # decaying peak
@@ -216,7 +216,8 @@ def _fullness(levers: Levers, state: ModelState, seen: Seen, heat: HeatInput) ->
 
 
 def _target_c(settings: Settings, state: ModelState) -> float:
-    return settings.limit_c - max(_MARGIN_C, _COARSE * state.quantum_c) - state.margin_c
+    margin_c = max(_MARGIN_C, _COARSE * state.quantum_c) + state.margin_c
+    return settings.limit_c - margin_c - _RIPPLE * max(0.0, state.full_c - _SMOOTH_C)
 
 
 def _rise_c(levers: Levers, state: ModelState, gear: Gear, batch: int) -> float:
@@ -250,9 +251,7 @@ def _chosen(settings: Settings, levers: Levers, state: ModelState, seen: Seen) -
     arrived = seen.npu.demand > state.demand - 0.5 and seen.npu.demand != state.batch
     if now_s < state.rethink_s and not arrived:
         return state
-    gained = (now_s - max(state.rethink_s - RETHINK_S, 0.0)) / CHANGE_EVERY_S
-    budget = min(CHANGES, state.budget + gained) if state.rethink_s > 0 else state.budget
-    state = replace(state, rethink_s=now_s + RETHINK_S, budget=budget)
+    state = replace(state, rethink_s=now_s + RETHINK_S)
     demand = max(1, round(state.demand))
     found = _options(settings, levers, state, demand)
     lowest = min(found, key=lambda o: (o.point.frequency_mhz or 0.0, o.point.batch))
@@ -264,14 +263,10 @@ def _chosen(settings: Settings, levers: Levers, state: ModelState, seen: Seen) -
     state = replace(state, limited=go.tokens_per_s < 0.98 * full)
     if _worth(settings, state, stay, go, now_s) and go.point.frequency_mhz is not None:
         gear = levers.frequencies_mhz.index(go.point.frequency_mhz)
-        cost = 0.0 if gear == state.gear else 1.0
-        return replace(
-            state,
-            gear=gear,
-            batch=go.point.batch,
-            geared_s=now_s if cost else state.geared_s,
-            budget=max(0.0, state.budget - cost),
-        )
+        if gear == state.gear:
+            return replace(state, batch=go.point.batch)
+        budget = state.budget.spent(now_s)
+        return replace(state, gear=gear, batch=go.point.batch, geared_s=now_s, budget=budget)
     return replace(state, batch=lowest.point.batch if state.hopeless else stay.point.batch)
 
 
@@ -303,12 +298,12 @@ def _worth(settings: Settings, state: ModelState, stay: Option, go: Option, now_
         return False
     if state.hopeless:
         return True
-    if state.budget < 1.0:
-        return False
     within = go.pace_s <= settings.itl_slo_s
     if _keeps(settings, stay):
-        return within and go.tokens_per_s > GAIN * stay.tokens_per_s
-    return within or go.pace_s * GAIN < stay.pace_s
+        gain = go.tokens_per_s / stay.tokens_per_s if within else 0.0
+    else:
+        gain = math.inf if within else stay.pace_s / go.pace_s
+    return state.budget.worth(gain, now_s)
 
 
 def _gear_mhz(levers: Levers, state: ModelState) -> Gear:
@@ -329,6 +324,7 @@ def _trimmed(
     headroom_c -= (_BRAKE if error_c > 0 else _PUSH) * error_c
     full_c = _rise_c(levers, state, _gear_mhz(levers, state), state.batch)
     duty = min(1.0, max(DUTY_FLOOR, headroom_c / full_c))
+    state = replace(state, full_c=full_c)
     if temperature_c > settings.limit_c + settings.urgent_c or state.hopeless:
         duty = DUTY_FLOOR
     return replace(state, duty=duty)

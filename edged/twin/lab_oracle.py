@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from edged.core import Limits
 from edged.guard import choice
-from edged.guard.choice import Gear, Option
+from edged.guard.choice import Budget, Gear, Option
 from edged.guard.policy import CPU, DUTY_FLOOR, NPU, Decision, Levers, Seen
 from edged.twin import lab_scenario as scenarios
 from edged.twin.lab_scenario import Scenario
@@ -66,16 +66,20 @@ def chunk_for(scenario: Scenario, board: Board, streams: int, largest: int) -> i
 
 @dataclass
 class Oracle:
-    """`oracle` of the lab. resistance: of the fan it would choose, and of what has failed."""
+    """`oracle` of the lab. The clock is its only memory: it may change as often as ours."""
 
     scenario: Scenario
     board: Board
     levers: Levers
     guarded: bool = True
-    _point: tuple[object, Decision] | None = None
+    _key: object = None
+    _decision: Decision | None = None
+    _gear: Gear = None
+    _budget: Budget = field(default_factory=Budget)
 
     def decide(self, seen: Seen) -> Decision:
-        """Computed again only when something it depends on has moved."""
+        """Computed again when something it depends on has moved, and while a better clock waits
+        for the right to change."""
         scenario, now_s = self.scenario, seen.now_s
         around = scenario.surroundings
         key = (
@@ -84,35 +88,52 @@ class Oracle:
             scenarios.step_at(around.cpu_ratio, now_s),
             max(1, min(seen.npu.demand, scenario.slots)),
         )
-        if self._point is None or self._point[0] != key:
-            self._point = (key, self._decision(*key))
-        return self._point[1]
+        if self._decision is None or self._key != key:
+            self._decision, settled = self._decide(now_s, *key)
+            self._key = key if settled else None
+        return self._decision
 
-    def _decision(
-        self, ambient_c: float, resistance: float, cpu_ratio: float, demand: int
-    ) -> Decision:
+    def _decide(
+        self, now_s: float, ambient_c: float, resistance: float, cpu_ratio: float, demand: int
+    ) -> tuple[Decision, bool]:
+        """The decision, and whether it is at the best clock there is."""
         fan = 1.0 if self.levers.fan else None
-        if fan is not None:
-            resistance *= fan_resistance(self.board, fan)
-        else:
-            ratio = scenarios.fan_ratio_of(self.scenario, self.board)
-            resistance *= fan_resistance(self.board, ratio)
-        best, limited = self.best(ambient_c, resistance, cpu_ratio, demand)
+        ratio = fan or scenarios.fan_ratio_of(self.scenario, self.board)
+        resistance *= fan_resistance(self.board, ratio)
+        found, lowest, hopeless = self.options(ambient_c, resistance, cpu_ratio, demand)
+        slo_s = self.scenario.itl_slo_s
+        best = lowest if hopeless else choice.best(found, slo_s)
+        full = max(o.tokens_per_s / o.point.duty for o in found)
         cpu_duty = 1.0
-        if limited and cpu_ratio:  # the CPU engine gives way
-            cpu_duty = DUTY_FLOOR
-            best, _ = self.best(ambient_c, resistance, cpu_duty * cpu_ratio, demand)
+        if cpu_ratio and (hopeless or best.tokens_per_s < _LIMITED * full):
+            cpu_duty = DUTY_FLOOR  # the CPU engine gives way
+            found, lowest, hopeless = self.options(
+                ambient_c, resistance, cpu_duty * cpu_ratio, demand
+            )
+            best = lowest if hopeless else choice.best(found, slo_s)
+        settled = True
+        if self.levers.frequencies_mhz and best.point.frequency_mhz != self._gear:
+            here = [o for o in found if o.point.frequency_mhz == self._gear]
+            stay = choice.best(here, slo_s) if here else None
+            gain = best.tokens_per_s / stay.tokens_per_s if stay else 2.0
+            if stay and stay.pace_s > slo_s >= best.pace_s:
+                gain = 2.0
+            if hopeless or self._budget.worth(gain, now_s):
+                self._gear, self._budget = best.point.frequency_mhz, self._budget.spent(now_s)
+            elif stay:
+                best, settled = stay, False
         chunk = chunk_for(self.scenario, self.board, best.point.batch, self.levers.prefill_chunk)
         limits = {
             NPU: Limits(best.point.batch, best.point.duty, chunk),
             CPU: Limits(64, cpu_duty, chunk),
         }
-        return Decision(limits, best.point.frequency_mhz, fan)
+        return Decision(limits, best.point.frequency_mhz, fan), settled
 
-    def best(
+    def options(
         self, ambient_c: float, resistance: float, cpu_ratio: float, demand: int
-    ) -> tuple[Option, bool]:
-        """The best option in these surroundings, and whether heat costs speed."""
+    ) -> tuple[list[Option], Option, bool]:
+        """All points in these surroundings, the lowest of them, and whether even that one does
+        not fit."""
         board = self.board
         total_r = resistance * sum(r for r, _ in board.thermal.terms)
         idle_w = board.power.idle_w + cpu_power_w(board, cpu_ratio)
@@ -127,11 +148,7 @@ class Oracle:
         )
         found = [self._with_true_speed(option, cpu_ratio) for option in found]
         lowest = min(found, key=lambda o: (o.point.frequency_mhz or 0.0, o.point.batch))
-        if headroom_c < lowest.rise_c:  # even the lowest point does not fit
-            return lowest, True
-        best = choice.best(found, self.scenario.itl_slo_s)
-        full = max(o.tokens_per_s / o.point.duty for o in found)
-        return best, best.tokens_per_s < _LIMITED * full
+        return found, lowest, headroom_c < lowest.rise_c
 
     def _mhz(self, gear: Gear) -> float:
         return gear or self.board.max_mhz

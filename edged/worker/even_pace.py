@@ -11,6 +11,7 @@ _MEMORY = 1 / 32  # weight of the newest cycle in the mean
 _REPAY = 1 / 32  # share of what was paused too little (or too much) that the next pause repairs
 _CREDIT = 1.0  # cycles that may be paused in advance; what they save, duty 1 at most spends
 _DEBT = 1.0  # cycles that may be paused too late
+_LESS = 0.98  # a duty lowered by more than this wants a cooler chip now
 _IDLE = 2.0  # a pause this many times longer than wanted was want of work
 
 
@@ -23,11 +24,15 @@ class EvenPace:
         self._chunks_s = 0.0  # busy seconds of the running cycle so far
         self._carry_s = 0.0  # pause owed from earlier cycles (negative: taken in advance)
         self._ended_s = 0.0  # when the last cycle ended
+        self._duty = 1.0
 
     def record(self, started_s: float, ended_s: float, closes: bool, duty: float) -> None:
         """One step was executed. closes: it ends the cycle, as every step does but a prefill
         chunk that a decode step follows."""
         busy_s = ended_s - started_s
+        if duty < _LESS * self._duty:  # a cooler chip is wanted now: pauses in advance do not count
+            self._carry_s = max(self._carry_s, 0.0)
+        self._duty = duty
         if not closes:
             self._chunks_s += busy_s
             return
