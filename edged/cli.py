@@ -118,7 +118,7 @@ def _models(arguments: argparse.Namespace) -> int:
 
     state_dir = arguments.state_dir or config.default_state_dir()
     source = models.fetch_demo(state_dir, lambda line: print(f"edged: {line}", file=sys.stderr))
-    print(models.ensure_exported(source, state_dir, "int8"))
+    print(models.ensure_exported(source, state_dir, "auto"))
     return EX_OK
 
 

@@ -83,7 +83,7 @@ class Cpu(Section, frozen=True):
     slots: Slots = 8
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     prefill_chunk: ChunkTokens = 64
-    dtype: Literal["int8", "fp32"] = "int8"
+    dtype: Literal["auto", "int8", "fp32"] = "auto"
 
 
 class Npu(Section, frozen=True):

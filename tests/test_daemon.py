@@ -277,7 +277,7 @@ def test_output_that_nobody_takes_does_not_stop_the_daemon() -> None:
 def test_modules_where_it_is_started_are_not_imported(tmp_path: Path) -> None:
     """A numpy.py in the folder somebody starts it from is not the worker's NumPy."""
     (tmp_path / "numpy.py").write_text("raise SystemExit(9)", encoding="utf-8")
-    made = Daemon("state_dir=state", f"model.path={exported('int8')}", cwd=tmp_path)
+    made = Daemon("state_dir=state", f"model.path={exported('auto')}", cwd=tmp_path)
     try:
         made.wait_ready()
     finally:
@@ -357,7 +357,7 @@ def test_exit_codes_tell_configuration_from_engines(
     """78 for a bad configuration, 75 when no engine can start; the message names the cause."""
     command = [sys.executable, "-m", "edged", "run", "--set", "http.port=0"]
     for item in (*sets, "http.unix_socket="):
-        command += ["--set", item.replace("NO_OM", str(exported("int8")))]
+        command += ["--set", item.replace("NO_OM", str(exported("auto")))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
 
     assert done.returncode == code, done.stderr
@@ -366,7 +366,7 @@ def test_exit_codes_tell_configuration_from_engines(
 
 def test_an_engine_that_cannot_start_leaves_the_node_degraded() -> None:
     """With a second engine in the chain the node serves, says degraded, and keeps trying."""
-    with daemon("engines.chain=['npu','cpu']", f"npu.model={exported('int8')}") as running:
+    with daemon("engines.chain=['npu','cpu']", f"npu.model={exported('auto')}") as running:
         until(lambda: running.get("/edged/v1/status")["engines"][0]["restarts"] >= 1)
         status = running.get("/edged/v1/status")
         assert status["mode"] == "degraded"

@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--model", type=Path, required=True, help="GGUF file or Hugging Face folder"
     )
     parser.add_argument("--out", type=Path, required=True, help="model directory to write")
-    parser.add_argument("--dtype", choices=DTYPES, default="int8", help="weights (default int8)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="weights (default: auto for cpu, fp16 for the others)"
+    )
     parser.add_argument(
         *("--target",),
         choices=TARGETS,
@@ -55,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     hide_bar = {"auto": None, "on": False, "off": True}[args.progress]
     try:
         shapes = shape_gears(args.batch_gears, args.context_gears, args.prefill_chunk)
-        form = Form(args.dtype, args.target, shapes if args.target == "twin" else ())
+        dtype = args.dtype or ("auto" if args.target == "cpu" else "fp16")
+        form = Form(dtype, args.target, shapes if args.target == "twin" else ())
         export(args.model, args.out, form, hide_bar)
     except ExportError as error:
         print(f"edged export: {error}", file=sys.stderr)
