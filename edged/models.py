@@ -92,6 +92,7 @@ def ensure_exported(
     there is used without a write: the disk may be full or read-only. progress is called with
     one line of text per stage. target, more: of the exporter (`edged export --help`).
     """
+    source, state_dir = source.absolute(), state_dir.absolute()
     try:
         if (source / MANIFEST_FILE).is_file():
             return source
@@ -123,7 +124,11 @@ def _export(source: Path, target: Path, form: Sequence[str], lock: int) -> None:
     command = [sys.executable, "-m", "edged.export", "--model", str(source), "--out", str(target)]
     command += [*form, "--progress", "on" if shown else "off"]
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=(lock,)
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=(lock,),
+        cwd="/",  # `-m` imports from there first: not from wherever we were started
     ) as child:
         try:
             said = _relay(child, shown)
