@@ -32,7 +32,7 @@ class Cycle:
     """What `streams` clients make an engine do, on average, between two decode steps.
 
     Each prompt takes `chunks` steps of its own, one per cycle, and sits out the decode steps in
-    between; so a decode step holds fewer rows than there are streams.
+    between; so a decode step holds fewer rows than there are streams, unless others wait.
     """
 
     rows: float
@@ -40,13 +40,13 @@ class Cycle:
     chunk_tokens: int
 
 
-def cycle(scenario: Scenario, streams: int, chunk_tokens: int) -> Cycle:
+def cycle(scenario: Scenario, streams: int, batch: int, chunk_tokens: int) -> Cycle:
     prompt = scenario.load.prompt_tokens - 1
     chunks = math.ceil(prompt / chunk_tokens)
     answer = scenario.load.answer_tokens
     if streams == 1:  # alone: the whole prompt, then decode
         return Cycle(1.0, prompt / chunk_tokens / answer, chunk_tokens)
-    rows = streams / (1 + (chunks - 1) / answer)
+    rows = min(batch, streams / (1 + (chunks - 1) / answer))
     rows = min(rows, answer / chunks)  # prompts may arrive faster than one chunk per cycle
     return Cycle(rows, rows * chunks / answer, chunk_tokens)
 
@@ -140,13 +140,13 @@ class Oracle:
         headroom_c = self.scenario.limit_c - ambient_c - total_r * idle_w
         plant = choice.Plant(
             step_s=self._step_s(cpu_ratio),
-            rise_c=lambda gear, batch: total_r * self._extra_w(gear, batch),
+            rise_c=lambda gear, batch: total_r * self._extra_w(gear, batch, demand),
             prefill_s=lambda gear: 0.0,
         )
         found = choice.options(
             plant, choice.gears_of(self.levers), self.levers.batches, demand, headroom_c
         )
-        found = [self._with_true_speed(option, cpu_ratio) for option in found]
+        found = [self._with_true_speed(option, cpu_ratio, demand) for option in found]
         lowest = min(found, key=lambda o: (o.point.frequency_mhz or 0.0, o.point.batch))
         return found, lowest, headroom_c < lowest.rise_c
 
@@ -161,33 +161,34 @@ class Oracle:
 
         return step_s
 
-    def _parts(self, gear: Gear, batch: int) -> tuple[Cycle, float, float, float]:
-        """The cycle, the seconds of its decode and its prefill, and the decode's row slope."""
+    def _parts(self, gear: Gear, batch: int, streams: int) -> tuple[Cycle, float, float]:
+        """The cycle, and the seconds of its decode and its prefill."""
         board, context = self.board, self.board.model.context_tokens
         mhz = self._mhz(gear)
         chunk = chunk_for(self.scenario, board, batch, self.levers.prefill_chunk)
-        work = cycle(self.scenario, batch, chunk)
+        work = cycle(self.scenario, streams, batch, chunk)
         one_s = step_time_s(board, 1, 1, context, mhz)
         slope_s = step_time_s(board, 2, 1, context, mhz) - one_s
         decode_s = one_s + (work.rows - 1) * slope_s
         prefill_s = work.chunk_ratio * step_time_s(board, 1, chunk, context, mhz)
-        return work, decode_s, prefill_s, slope_s
+        return work, decode_s, prefill_s
 
-    def _extra_w(self, gear: Gear, batch: int) -> float:
+    def _extra_w(self, gear: Gear, batch: int, streams: int) -> float:
         """Mean watts above idle while busy, decode and prefill in their shares."""
         board, context, mhz = self.board, self.board.model.context_tokens, self._mhz(gear)
-        work, decode_s, prefill_s, _ = self._parts(gear, batch)
+        work, decode_s, prefill_s = self._parts(gear, batch, streams)
         low = max(1, math.floor(work.rows))
         low_w = busy_power_w(board, low, 1, context, mhz)
         decode_w = low_w + (work.rows - low) * (
             busy_power_w(board, low + 1, 1, context, mhz) - low_w
         )
-        prefill_w = busy_power_w(board, 1, work.chunk_tokens, context, mhz, streams=batch)
+        prefill_w = busy_power_w(board, 1, work.chunk_tokens, context, mhz, streams=streams)
         mean_w = (decode_w * decode_s + prefill_w * prefill_s) / (decode_s + prefill_s)
         return mean_w - board.power.idle_w
 
-    def _with_true_speed(self, option: Option, cpu_ratio: float) -> Option:
-        work, decode_s, prefill_s, _ = self._parts(option.point.frequency_mhz, option.point.batch)
+    def _with_true_speed(self, option: Option, cpu_ratio: float, streams: int) -> Option:
+        point = option.point
+        work, decode_s, prefill_s = self._parts(point.frequency_mhz, point.batch, streams)
         slower = 1.0 + self.board.cpu.slowdown * cpu_ratio
         speed = option.point.duty * work.rows / ((decode_s + prefill_s) * slower)
         return Option(option.point, speed, option.pace_s, option.rise_c)
