@@ -23,6 +23,7 @@ from edged.errors import EngineFault, EngineUnavailable
 from edged.ingress.http import HttpServer
 from edged.ingress.mqtt import MqttIngress
 from edged.ingress.prepare import Catalog
+from edged.manifest import shared_context_tokens
 from edged.metrics import Metrics
 from edged.queue import Queue
 from edged.scheduler import Scheduler, Stream
@@ -90,9 +91,9 @@ async def run(
 def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     """Make all parts; nothing runs yet. The wiring between them is all here."""
     text = TextModel.load(model_dirs[config.engines.chain[0]], config.model.name)
-    catalog = Catalog([text], config.generation, _context_cap(config))
+    context_tokens = shared_context_tokens(model_dirs, config.model.context_tokens)
+    catalog = Catalog([text], config.generation, context_tokens)
     metrics = Metrics(config.node, text.name, _npu_figures(config))
-    context_tokens = catalog.find(text.name).context_tokens
     engines = make_engines(config, text.name, model_dirs, context_tokens, twin_folder(config))
     scheduler = Scheduler(
         engines,
@@ -130,14 +131,6 @@ def _npu_figures(config: Config) -> Callable[[], dict[str, float]]:
         return dict
     twin = board_at(twin_folder(config), config.npu.twin)
     return lambda: figures(twin, asyncio.get_running_loop().time())
-
-
-def _context_cap(config: Config) -> int:
-    """A stream must fit every engine that may carry it on. 0 = the model's own context."""
-    caps = [config.model.context_tokens] if config.model.context_tokens else []
-    if "npu" in config.engines.chain:
-        caps.append(max(config.npu.context_gears))
-    return min(caps, default=0)
 
 
 @asynccontextmanager

@@ -144,11 +144,11 @@ class Scheduler:
         try:
             run = engine.run(stream.request, stream.writer.generated)
         except EngineFault as fault:
-            self._move(stream, fault)
+            self._requeue(stream, fault)  # dispatch, which called us, goes on to the next engine
             return
         self._streams[stream] = _Running(run, asyncio.create_task(self._drive(stream, run)))
 
-    def _move(self, stream: Stream, fault: RowFault | EngineFault) -> None:
+    def _requeue(self, stream: Stream, fault: RowFault | EngineFault) -> None:
         """The stream goes on where it was, on another engine; with none left it ends here."""
         stream.leave(fault)
         self._streams[stream] = None
@@ -158,7 +158,6 @@ class Scheduler:
         log.warning("stream_moves", request_id=stream.request.id, code=fault.code, why=str(fault))
         now_s = asyncio.get_running_loop().time()
         self._queue.push(Waiting(stream.request, now_s, stream, first=True))
-        self.dispatch()
 
     def _may_wait(self, stream: Stream) -> bool:
         """Some engine that did not fail it serves now or is about to."""
@@ -192,7 +191,8 @@ class Scheduler:
                 self._end(stream, "failed", "engine_fault", "the engine ended without a finish")
         except (RowFault, EngineFault) as fault:
             if stream.finish is None:
-                self._move(stream, fault)
+                self._requeue(stream, fault)
+                self.dispatch()
         except Exception:  # a bug of ours: this stream ends, the daemon lives, the log tells
             log.exception("stream_crashed", request_id=stream.request.id)
             self._end(stream, "failed", "internal_error", "internal error; see the node's log")

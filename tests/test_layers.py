@@ -27,6 +27,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "metrics": ("status", "wire"),
     "status": ("scheduler",),
     "models": (),
+    "manifest": (),
     "queue": (),
     "ladder": (),
     "wire": (),
