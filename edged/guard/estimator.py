@@ -166,6 +166,11 @@ class HeatFilter:
         """Steady °C above the offset."""
         return self.means[2] * heat.clock + self.means[3] * heat.work
 
+    def drifted_c(self, from_c: float, dt_s: float, heat: HeatInput) -> float:
+        """Where from_c would be after dt_s of this input, by the means alone."""
+        end_c = self.offset_c + self.rise_c(heat)
+        return end_c + (from_c - end_c) * math.exp(-dt_s / self.tau_s)
+
     def predicted(self, dt_s: float, heat: HeatInput) -> HeatFilter:
         """After dt_s of this input, without a reading."""
         keep = math.exp(-dt_s / self.tau_s)

@@ -104,8 +104,9 @@ class Forecast:
     """What the guard expects; None = not known (yet).
 
     sustainable_tokens_per_s: at the best point under the limit, at the present demand.
-    throttle_in_s: until the limit at the present pace. rise_c_per_w or, where power is not
-    measured, resistance_ratio: today's thermal resistance over the one first learned.
+    throttle_in_s: until the limit at the present pace; None = not reached at it. idle_c: where
+    an idle chip settles. gain_ratio: °C per unit of work over what was first learned here, which
+    a blocked fan raises. resistance_c_per_w and joules_per_token need a power reading.
     """
 
     sustainable_tokens_per_s: float | None = None
@@ -113,7 +114,7 @@ class Forecast:
     idle_c: float | None = None
     joules_per_token: float | None = None
     resistance_c_per_w: float | None = None
-    resistance_ratio: float | None = None
+    gain_ratio: float | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import statistics
@@ -107,11 +108,10 @@ def write_json(path: Path, results: Mapping[str, Any]) -> None:
 def plot(path: Path, title: str, limit_c: float, runs: Mapping[str, Sequence[Sample]]) -> bool:
     """Temperature, clock, batch, duty and tokens/s over time; False when matplotlib is missing."""
     try:
-        import matplotlib
+        importlib.import_module("matplotlib").use("agg")
+        pyplot = importlib.import_module("matplotlib.pyplot")
     except ImportError:
         return False
-    matplotlib.use("agg")
-    from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(5, 1, sharex=True, figsize=(11, 12), layout="constrained")
     names = ("°C", "MHz", "batch", "duty", "tokens/s")

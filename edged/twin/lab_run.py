@@ -23,7 +23,8 @@ from edged.twin.lab_scenario import Scenario
 from edged.twin.lab_sensor import LabSensor
 from edged.twin.physics import Board, ThermalState, fan_resistance
 from edged.twin.plant import Plant, Totals
-from edged.twin.sim_engine import SimEngine, Work
+from edged.twin.sim_engine import SimEngine
+from edged.twin.sim_run import Work
 from edged.twin.virtual_loop import run_virtual
 
 
