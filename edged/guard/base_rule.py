@@ -15,7 +15,7 @@ from edged.guard.policy import CPU, DUTY_FLOOR, NPU, Decision, Levers, Point, Se
 @dataclass(frozen=True)
 class BaseState:
     """gear, batch: indices into the levers' tuples. changed_s: of any step; geared_s: of the last
-    frequency change; good_s: of the last plausible reading."""
+    frequency change; good_s: of the last plausible reading; critical: what that one said."""
 
     gear: int
     batch: int
@@ -23,6 +23,7 @@ class BaseState:
     changed_s: float = float("-inf")
     geared_s: float = float("-inf")
     good_s: float = float("-inf")
+    critical: bool = False
 
 
 def start(levers: Levers, now_s: float) -> BaseState:
@@ -38,14 +39,15 @@ def step(
     long enough: one step up 6. hold."""
     now_s, temperature_c = seen.now_s, seen.temperature_c
     if temperature_c is not None:
-        state = replace(state, good_s=now_s)
+        critical = temperature_c >= settings.critical_c
+        state = replace(state, good_s=now_s, critical=critical)
     elif now_s - state.good_s > settings.grace_s:  # 1
         return _answer(levers, _lowest(settings, state, now_s), "no plausible temperature: slow")
     else:
         return _answer(levers, state, "no plausible temperature for a moment")
-    if temperature_c >= settings.critical_c:  # 2
+    if state.critical:  # 2
         state = _lowest(settings, state, now_s)
-        return _answer(levers, state, f"{temperature_c:.0f} °C is critical", critical=True)
+        return _answer(levers, state, f"{temperature_c:.0f} °C is critical")
     if temperature_c > settings.limit_c + settings.urgent_c:  # 3
         state = _lowest(settings, state, now_s)
     elif temperature_c > settings.limit_c:  # 4
@@ -103,10 +105,8 @@ def point_of(levers: Levers, state: BaseState) -> Point:
     return Point(mhz, levers.batches[state.batch], state.duty)
 
 
-def _answer(
-    levers: Levers, state: BaseState, why: str, critical: bool = False
-) -> tuple[BaseState, Decision]:
-    point = point_of(levers, state)
+def _answer(levers: Levers, state: BaseState, why: str) -> tuple[BaseState, Decision]:
+    point, critical = point_of(levers, state), state.critical
     full = state.gear == _top_gear(levers) and state.batch == len(levers.batches) - 1
     npu = Limits(0 if critical else point.batch, point.duty, levers.prefill_chunk, not critical)
     cpu = Limits(0 if critical else 64, point.duty, levers.prefill_chunk, not critical)

@@ -15,6 +15,7 @@ _MISFIT_MOST = 12.0  # squared surprise, in expected ones, at which the model ex
 _FALLBACK_S = 120.0
 _CPU_SHIFT_C = 8.0  # what a busy CPU engine adds until it has been learned
 _STUCK_C = 3.0  # plus a sensor step: a reading that did not follow by so much is stuck
+_MATURE = 60  # busy observations before the model may call a sensor stuck
 _SETTLE_S = 2.5  # after a clock change what is measured belongs to both clocks
 _UNSETTLED_C2 = 1.0  # so a reading then says little (variance, °C^2)
 
@@ -106,10 +107,11 @@ def watch_sensor(
             state,
             same_c=temperature_c,
             anchor=state.heat.now,
-            expected_c=state.heat.now.temperature_c,
+            expected_c=temperature_c,
             stuck=False,
         )
     heat = heat_input(levers, state, seen)
     expected_c = state.anchor.drifted_c(state.expected_c, dt_s, heat)
-    stuck = abs(expected_c - temperature_c) > _STUCK_C + state.quantum_c
+    off = abs(expected_c - temperature_c) > _STUCK_C + state.quantum_c
+    stuck = off and state.outlook.observed > _MATURE
     return replace(state, expected_c=expected_c, stuck=stuck or state.stuck)

@@ -46,17 +46,18 @@ def step(
     state = learned_steps(levers, state, seen, dt_s)
     if temperature_c is not None and state.stuck:
         state = watch_sensor(levers, state, seen, dt_s, temperature_c)
-        temperature_c = None
+        temperature_c, seen = None, replace(seen, reading=None)
     if temperature_c is None:
         return _blind(settings, levers, state, seen, dt_s)
     if state.heat is None:
         state = replace(state, heat=HeatModel.at(temperature_c))
     state = with_quantum(state, temperature_c)
     state = chosen(settings, levers, state, seen)  # from what was known before this reading
-    state = learned_heat(settings, levers, state, seen, dt_s, temperature_c)
     state = watch_sensor(levers, state, seen, dt_s, temperature_c)
+    state = learned_heat(settings, levers, state, seen, dt_s, temperature_c)
     if temperature_c >= settings.critical_c or seen.now_s < state.fallback_s:
         return _by_base_rule(settings, levers, state, seen)
+    state = replace(state, base=replace(state.base, critical=False))
     state = _trimmed(settings, levers, state, temperature_c)
     state = _with_fan(settings, levers, state, seen)
     return _answer(settings, levers, state, seen, temperature_c)
@@ -145,7 +146,7 @@ def _blind(
         heat = state.heat.predicted(dt_s, heat_input(levers, state, seen))
         state = replace(state, heat=heat)
     state = replace(state, seen_s=seen.now_s)
-    if seen.now_s - state.good_s <= settings.grace_s:
+    if seen.now_s - state.good_s <= settings.grace_s and not state.base.critical:
         limits = {
             NPU: Limits(state.batch, state.duty, state.chunk),
             CPU: Limits(64, state.cpu_duty, levers.prefill_chunk),
