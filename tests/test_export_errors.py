@@ -224,7 +224,7 @@ def test_the_description_says_what_the_worker_and_the_daemon_need(tmp_path: Path
     assert about["vocab"] == about["tokenizer_vocab"] == 261
     assert about["eos_ids"] == [0, 2]
     assert (about["bos_id"], about["add_bos"]) == (1, False)
-    assert (about["weights_dtype"], about["cache_dtype"]) == ("int8", "fp32")
+    assert (about["weights_dtype"], about["cache_dtype"]) == ("auto", "fp32")
     assert about["rope"] == {"theta": 10_000.0, "scaling": "none"}
     assert len(about["source"]["sha256"]) == len(about["tokenizer_sha256"]) == 64
 

@@ -123,12 +123,12 @@ def test_the_daemon_stays_light() -> None:
 
 @pytest.mark.parametrize("library", HEAVY)
 def test_heavy_libraries_have_one_home(library: str) -> None:
-    """acl lives in one file, onnxruntime in the executors, model files in the exporter."""
+    """acl lives in one file, onnxruntime where graphs run, model files in the exporter."""
     homes = {
         "numpy": ("worker", "export", "twin"),
         "gguf": ("export", "text.extract"),
         "onnx": ("export", "twin"),
-        "onnxruntime": ("worker.ort", "twin"),
+        "onnxruntime": ("worker.ort", "twin", "export.golden"),
         "safetensors": ("export",),
         "acl": ("worker.om.binding",),
         "xllamacpp": (),

@@ -21,16 +21,19 @@ CONTRACT_VERSION = 2
 
 
 def manifest(
-    source: GgufSource | HfSource, model: Path, folder: Path, form: Form
+    source: GgufSource | HfSource, model: Path, folder: Path, form: Form, name: str = ""
 ) -> dict[str, Any]:
-    """The content of model.json. Writes tokenizer.json into `folder` on the way."""
+    """The content of model.json. Writes tokenizer.json into `folder` on the way.
+
+    name: instead of the source's own.
+    """
     text = export_tokenizer(model, folder)
     h = source.hyper
     return {
         "contract": CONTRACT,
         "version": CONTRACT_VERSION,
         "graph": form.graph,
-        "name": h.name,
+        "name": name or h.name,
         "architecture": h.architecture,
         "layers": h.layers,
         "hidden": h.hidden,
@@ -42,6 +45,7 @@ def manifest(
         "context_tokens": h.context_tokens,
         "weights_dtype": form.dtype,
         "gears": form.gears,
+        "soc": form.soc if form.compiled else None,
         "cache_dtype": "fp16" if form.dtype == "fp16" else "fp32",
         "rope": {"theta": h.rope.theta, "scaling": h.rope.scaling},
         "eos_ids": list(text.eos_ids),

@@ -12,7 +12,21 @@ from edged.export.emit import Emitter
 from edged.export.hyper import Hyper
 from edged.export.weights import Weights
 
+# Every input but the cache's: int32, sizes and symbols.
+_INPUTS: tuple[tuple[str, tuple[int | str, ...]], ...] = (
+    ("input_ids", ("B", "T")),
+    ("position_ids", ("B", "T")),
+    ("past_len", ("B", 1)),
+    ("logit_idx", ("B",)),
+    ("kv_pos", ("S",)),
+)
 _MASKED = -1e4  # finite, so that a fully masked row stays finite in fp16 too
+
+
+def graph_inputs(layers: int) -> list[tuple[str, tuple[int | str, ...]]]:
+    """(name, dims) of every input in the graph's order; N = B*Hk*S*D of a cache input."""
+    cache = [(f"past_{part}.{layer}", ("N",)) for layer in range(layers) for part in "kv"]
+    return [*_INPUTS, *cache]
 
 
 class PlainGraph:
@@ -26,11 +40,8 @@ class PlainGraph:
 
     def build(self) -> None:
         e, h = self.e, self.h
-        e.input("input_ids", np.int32, ["B", "T"])
-        e.input("position_ids", np.int32, ["B", "T"])
-        e.input("past_len", np.int32, ["B", 1])
-        e.input("logit_idx", np.int32, ["B"])
-        e.input("kv_pos", np.int32, ["S"])
+        for name, dims in _INPUTS:
+            e.input(name, np.int32, dims)
         self._shapes()
         self._masks()
         cos, sin = self.w.rope_tables(self.dtype)

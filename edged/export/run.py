@@ -5,7 +5,6 @@ A directory appears under its final name only when it is complete.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shutil
@@ -13,76 +12,90 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from edged.export import ExportError
+from edged.export import ExportError, atc, traffic
+from edged.export.arguments import parser
 from edged.export.blocks import BLOCK
 from edged.export.cpu import CpuGraph
-from edged.export.emit import Emitter
-from edged.export.form import DTYPES, TARGETS, Form, shape_gears
+from edged.export.emit import DATA_FILE, GRAPH_FILE, Emitter
+from edged.export.form import Form, shape_gears
 from edged.export.gguf_source import GgufSource
+from edged.export.golden import Skipped, golden
 from edged.export.hf_source import HfSource
 from edged.export.manifest import manifest
 from edged.export.plain import PlainGraph
+from edged.export.precision import Precision
 from edged.export.weights import CONTRIB, Weights, check_tensors
 from edged.models import MANIFEST_FILE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 2 the source or the arguments cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="edged export",
-        description="turn a GGUF file or a Hugging Face folder into a model directory",
-    )
-    parser.add_argument(
-        "--model", type=Path, required=True, help="GGUF file or Hugging Face folder"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="model directory to write")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="weights (default: auto for cpu, fp16 for the others)"
-    )
-    parser.add_argument(
-        *("--target",),
-        choices=TARGETS,
-        default="cpu",
-        help="cpu: onnxruntime's own operators; onnx: plain ones; twin: .om of a simulated board",
-    )
-    gears = parser.add_argument_group("shape gears of an .om")
-    gears.add_argument("--batch-gears", type=_sizes, default=(1, 4, 8), metavar="1,4,8")
-    gears.add_argument("--context-gears", type=_sizes, default=(512, 2048), metavar="512,2048")
-    gears.add_argument("--prefill-chunk", type=int, default=64, metavar="TOKENS")
-    parser.add_argument("--progress", choices=("auto", "on", "off"), default="auto")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     hide_bar = {"auto": None, "on": False, "off": True}[args.progress]
     try:
         shapes = shape_gears(args.batch_gears, args.context_gears, args.prefill_chunk)
         dtype = args.dtype or ("auto" if args.target == "cpu" else "fp16")
-        form = Form(dtype, args.target, shapes if args.target == "twin" else ())
-        export(args.model, args.out, form, hide_bar)
+        compiled = Form(target=args.target).compiled
+        form = Form(dtype, args.target, shapes if compiled else (), args.soc)
+        export(args.model, args.out, form, hide_bar, name=args.name or "", with_golden=args.golden)
     except ExportError as error:
         print(f"edged export: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def export(model: Path, out: Path, form: Form, hide_bar: bool | None = None) -> None:
-    """Write model.onnx, model.onnx.data, tokenizer.json and model.json into `out`.
+def export(
+    model: Path,
+    out: Path,
+    form: Form,
+    hide_bar: bool | None = None,
+    *,
+    name: str = "",
+    with_golden: bool = True,
+) -> None:
+    """Write model.onnx, model.onnx.data, tokenizer.json and model.json into `out`; of the target
+    om also model.om or build_om.sh, of twin model.om alone instead of the graph.
 
     hide_bar: None = show the progress bar on a terminal only. Raises ExportError; `out` is
     then untouched.
     """
     form.check()
     source = open_source(model)
+    if form.compiled:
+        atc.check_gears(source.hyper, form.gears)
     check_tensors(source)
     with _beside(out) as folder:
         _check_room(source, folder, form)
-        described = manifest(source, model, folder, form)  # first: it may refuse the tokenizer
-        _graph(source, folder, form, hide_bar)
+        described = manifest(source, model, folder, form, name)  # it may refuse the tokenizer
+        precision = _graph(source, folder, form, hide_bar)
+        described["fp16_overflow"] = precision.overflowed
+        described["golden"] = _golden(folder, described) if with_golden else None
         text = json.dumps(described, indent=1, ensure_ascii=False) + "\n"
         (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+        if form.compiled:
+            weight_bytes = (folder / DATA_FILE).stat().st_size
+            row_bytes = traffic.cache_row_bytes(source.hyper, form)
+            _say(*traffic.table(weight_bytes, row_bytes, form))
+        if form.target == "om":
+            atc.compile_om(folder, out, source.hyper, form)
         if form.target == "twin":
             _pack(folder, form)
+
+
+def _golden(folder: Path, described: dict[str, Any]) -> dict[str, Any] | None:
+    try:
+        return golden(folder, described)
+    except Skipped as reason:
+        _say(f"edged export: no golden prompt: {reason}")
+        return None
+
+
+def _say(*lines: str) -> None:
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def _pack(folder: Path, form: Form) -> None:
@@ -90,19 +103,11 @@ def _pack(folder: Path, form: Form) -> None:
     from edged.twin import om
 
     try:
-        om.pack_decoder(folder, folder / "model.om", form.gears)
+        om.pack_decoder(folder, folder / "model.om", form.gears, soc=form.soc)
     except om.OmError as error:
         raise ExportError(str(error)) from None
-    for path in folder.glob("model.onnx*"):
+    for path in folder.glob(f"{GRAPH_FILE}*"):
         path.unlink()
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    """ "1,4,8" -> (1, 4, 8)."""
-    sizes = tuple(int(part) for part in text.split(","))
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError("sizes are whole numbers above 0, with commas between")
-    return sizes
 
 
 def open_source(model: Path) -> GgufSource | HfSource:
@@ -114,7 +119,9 @@ def open_source(model: Path) -> GgufSource | HfSource:
     raise ExportError(f"{model} does not exist; give a GGUF file or a Hugging Face folder")
 
 
-def _graph(source: GgufSource | HfSource, folder: Path, form: Form, hide_bar: bool | None) -> None:
+def _graph(
+    source: GgufSource | HfSource, folder: Path, form: Form, hide_bar: bool | None
+) -> Precision:
     total = _data_bytes(source, form)
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="export", disable=hide_bar) as bar,
@@ -127,6 +134,16 @@ def _graph(source: GgufSource | HfSource, folder: Path, form: Form, hide_bar: bo
             PlainGraph(emit, weights, form.float_type).build()
         emit.finish([CONTRIB] if form.target == "cpu" or form.recipe != "float" else [])
         bar.total = bar.n  # the estimate does not know which matrices have blocks of their own
+    _say_losses(weights.precision, form)
+    return weights.precision
+
+
+def _say_losses(precision: Precision, form: Form) -> None:
+    lines = precision.warnings()
+    if form.dtype == "fp16" and precision.flushed:
+        lines.append(f"{precision.flushed} weights are too small for fp16 and became 0")
+    if lines:
+        _say(*(f"edged export: {line}" for line in lines))
 
 
 def _data_bytes(source: GgufSource | HfSource, form: Form) -> int:
@@ -144,7 +161,7 @@ def _data_bytes(source: GgufSource | HfSource, form: Form) -> int:
 
 
 def _check_room(source: GgufSource | HfSource, folder: Path, form: Form) -> None:
-    copies = 2 if form.target == "twin" else 1  # the graph's files and the .om made of them
+    copies = 2 if form.compiled else 1  # the graph's files and the .om made of them
     needed = int(copies * _data_bytes(source, form) * 1.02) + (64 << 20)
     free = shutil.disk_usage(folder).free
     if free < needed:

@@ -16,6 +16,7 @@ from edged.export.blocks import BLOCK, Affine, Packed, pack4, quantise8
 from edged.export.emit import Emitter
 from edged.export.form import Recipe
 from edged.export.hyper import Hyper
+from edged.export.precision import Precision
 
 CONTRIB = "com.microsoft"
 _PIECE_BYTES = 16 << 20  # of float32 rows in memory while streaming a large matrix
@@ -60,6 +61,7 @@ class Weights:
         self._source = source
         self._emit = emit
         self._recipe = recipe
+        self.precision = Precision()
         self.hyper = source.hyper
 
     def rope_tables(self, dtype: np.dtype) -> tuple[str, str]:
@@ -75,13 +77,13 @@ class Weights:
         values = self._source.matrix(name)
         if name.endswith(".q_norm"):  # carries the 1/sqrt(D) that `_float` cannot fold into q
             values = values * self._score_scale()
-        return self._emit.weight(name, values.astype(dtype))
+        return self._emit.weight(name, self._cast(name, values, dtype))
 
     def embed(self, ids: str, dtype: np.dtype) -> str:
         """[B,T] ids -> [B,T,E]. Beside quantised matrices float16 rows are exact enough."""
         stored = dtype if self._recipe == "float" else np.dtype(np.float16)
         shape = (self.hyper.vocab, self.hyper.hidden)
-        table = self._emit.stream("embed", stored, shape, self._pieces("embed"))
+        table = self._emit.stream("embed", stored, shape, self._pieces("embed", stored))
         rows = self._emit.op("Gather", table, ids)
         return rows if stored == dtype else self._emit.op("Cast", rows, to=1)
 
@@ -91,11 +93,9 @@ class Weights:
         if own is not None:
             y = self._blocks4(x, name, pack4(own))
         elif self._recipe == "float":
-            y = self._emit.op(
-                "MatMul", x, self._emit.weight(name, self._float(name).T.astype(dtype))
-            )
+            y = self._emit.op("MatMul", x, self._emit.weight(name, self._float(name, dtype).T))
         else:
-            matrix = self._float(name)
+            matrix = self._float(name, np.dtype(np.float32))
             y = self._blocks8(x, name, matrix.shape, _runs(matrix))
         if name.endswith(".qkv") and self.hyper.family.qkv_bias:
             y = self._emit.op("Add", y, self._emit.weight(f"{name}_bias", self._bias(name, dtype)))
@@ -106,26 +106,34 @@ class Weights:
         name = "embed" if self.hyper.tied else "head"
         shape = (self.hyper.vocab, self.hyper.hidden)
         if self._recipe != "float":
-            return self._blocks8(x, "head", shape, self._pieces(name), output="logits")
+            return self._blocks8(
+                x, "head", shape, self._pieces(name, np.dtype(np.float32)), output="logits"
+            )
         if not self.hyper.tied:
-            self._emit.stream("head", dtype, shape, self._pieces("head"))
+            self._emit.stream("head", dtype, shape, self._pieces("head", dtype))
         if dtype == np.float32:
             return self._emit.op("Gemm", x, name, transB=1, name="logits")
         return self._emit.op("Cast", self._emit.op("Gemm", x, name, transB=1), to=1, name="logits")
 
-    def _pieces(self, name: str) -> Iterator[np.ndarray]:
+    def _cast(self, name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return self.precision.cast(self._source.label(name), values, dtype)
+
+    def _pieces(self, name: str, dtype: np.dtype) -> Iterator[np.ndarray]:
         """Runs of rows of a large matrix."""
         step = max(1, _PIECE_BYTES // (4 * self.hyper.hidden))
         for start in range(0, self.hyper.vocab, step):
-            yield self._source.rows(name, start, min(start + step, self.hyper.vocab))
+            rows = self._source.rows(name, start, min(start + step, self.hyper.vocab))
+            yield self._cast(name, rows, dtype)
 
-    def _float(self, name: str) -> np.ndarray:
+    def _float(self, name: str, dtype: np.dtype) -> np.ndarray:
         """The parts of a fused matrix below each other, 1/sqrt(D) folded into q."""
         layer, _, fused = name.partition(".")
         parts = []
         for part in _PARTS[fused]:
             values = self._source.matrix(f"{layer}.{part}")
-            parts.append(values * self._score_scale() if self._folds(part) else values)
+            if self._folds(part):
+                values = values * self._score_scale()
+            parts.append(self._cast(f"{layer}.{part}", values, dtype))
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _affine(self, name: str) -> Affine | None:
@@ -145,8 +153,13 @@ class Weights:
 
     def _bias(self, name: str, dtype: np.dtype) -> np.ndarray:
         layer = name.partition(".")[0]
-        q, k, v = (self._source.matrix(f"{layer}.{part}_bias") for part in "qkv")
-        return np.concatenate([q * self._score_scale(), k, v]).astype(dtype)
+        parts = []
+        for part in ("q_bias", "k_bias", "v_bias"):
+            values = self._source.matrix(f"{layer}.{part}")
+            if part == "q_bias":
+                values = values * self._score_scale()
+            parts.append(self._cast(f"{layer}.{part}", values, dtype))
+        return np.concatenate(parts)
 
     def _score_scale(self) -> np.float32:
         scale: np.float32 = np.float32(1 / math.sqrt(self.hyper.head_dim))
