@@ -97,7 +97,7 @@ def eight_bit_floats(tmp: Path) -> Path:
 
 
 def packed_hf(tmp: Path) -> Path:
-    return Tiny().write_hf(tmp / "hf", quantization_config={"quant_method": "awq"})
+    return Tiny().write_hf(tmp / "hf", quantization_config={"quant_method": "bitsandbytes"})
 
 
 def yarn(tmp: Path) -> Path:
@@ -135,7 +135,7 @@ def other_rope_type(tmp: Path) -> Path:
         (no_config, "config.json"),
         (cut_hf, "a tensor lies beyond its end; download it again"),
         (eight_bit_floats, "unsupported quantisation F8_E4M3"),
-        (packed_hf, "pre-quantised"),
+        (packed_hf, "quantization bitsandbytes is not supported"),
         (yarn, "rope scaling 'yarn' is not supported"),
         (gelu, "activation 'gelu' is not supported"),
         (impossible_sizes, "do not fit together"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,14 @@ class GgufSource:
         size_bytes = path.stat().st_size
         self._tensors = {entry.name: _tensor(entry, path, size_bytes) for entry in entries}
         self.hyper = self._hyper().check()
+
+    @property
+    def stored_as(self) -> str:
+        """The type most matrices are stored in: "Q4_K", "F16", ..."""
+        kinds: Counter[str] = Counter(
+            str(t.kind.name) for t in self._tensors.values() if len(t.shape) > 1
+        )
+        return kinds.most_common(1)[0][0]
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows start..stop of a matrix as float32 [stop - start, K]."""

@@ -1,20 +1,28 @@
-"""Reads a Hugging Face folder: config.json and model.safetensors, whole or in shards.
+"""Reads a Hugging Face folder: sizes from config.json, matrices as float32 on demand.
 
-The safetensors header is JSON with offsets; rows are read straight from the file, never mapped.
+The safetensors files are tensor_files.py's, GPTQ's and AWQ's packing is hf_packed.py's.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from edged.export import ExportError
 from edged.export.blocks import Affine
+from edged.export.hf_packed import Packing, Parts, check_parts, packing
 from edged.export.hyper import Hyper, family, scaled_rope
+from edged.export.tensor_files import (
+    Entry,
+    read_floats,
+    read_header,
+    read_json,
+    read_words,
+    weight_files,
+)
 
 _TOP = {
     "embed": "model.embed_tokens.weight",
@@ -37,19 +45,6 @@ _LAYER = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-}
-_MAX_HEADER_BYTES = 100 << 20
-
-
-class _Entry(NamedTuple):
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
 
 
 class HfSource:
@@ -58,32 +53,26 @@ class HfSource:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._config = read_json(folder / "config.json")
-        self.paths = _weight_files(folder)
+        self.paths = weight_files(folder)
         self._entries = {
-            name: entry for path in self.paths for name, entry in _header(path).items()
+            name: entry for path in self.paths for name, entry in read_header(path).items()
         }
+        self._packing = packing(self._config.get("quantization_config"))
         self.hyper = self._hyper().check()
+
+    @property
+    def stored_as(self) -> str:
+        """How matrices are stored: "gptq 4 bits", "BF16", ..."""
+        if self._packing is not None:
+            return f"{self._packing.method} {self._packing.bits} bits"
+        return self._find("embed").dtype
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows start..stop of a matrix as float32 [stop - start, K]."""
-        entry = self._find(name)
-        dtype = _DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise ExportError(
-                f"unsupported quantisation {entry.dtype} of {name} in {entry.path.name}; "
-                "take a bf16, fp16 or fp32 checkpoint"
-            )
-        width = math.prod(entry.shape[1:])
-        raw = np.fromfile(
-            entry.path,
-            dtype=dtype,
-            count=(stop - start) * width,
-            offset=entry.offset + start * width * dtype.itemsize,
-        ).reshape(stop - start, *entry.shape[1:])
-        if entry.dtype == "BF16":
-            wide: np.ndarray = raw.astype(np.uint32) << 16
-            return wide.view(np.float32)
-        return np.asarray(raw, dtype=np.float32)
+        packed = self._packed(name)
+        if packed is not None:
+            return packed.rows(self._parts(packed, name), start, stop)
+        return read_floats(self._find(name), start, stop)
 
     def matrix(self, name: str) -> np.ndarray:
         """A whole matrix [N, K] or vector [N] as float32."""
@@ -94,6 +83,9 @@ class HfSource:
         return None
 
     def shape(self, name: str) -> tuple[int, ...]:
+        packed = self._packed(name)
+        if packed is not None:
+            return packed.shape(self._part(name, "qweight").shape)
         return self._find(name).shape
 
     def label(self, name: str) -> str:
@@ -101,11 +93,37 @@ class HfSource:
         layer, _, part = name.rpartition(".")
         return f"model.layers.{layer}.{_LAYER[part]}" if layer else _TOP[part]
 
-    def _find(self, name: str) -> _Entry:
+    def _find(self, name: str) -> Entry:
         full = self.label(name)
         if full not in self._entries:
             raise ExportError(f"tensor {full} is missing in {self._folder}; the model is damaged")
         return self._entries[full]
+
+    def _packed(self, name: str) -> Packing | None:
+        """How this matrix is packed, if it is: norms and embeddings are not."""
+        stored = self._stem(name) + "qweight" in self._entries
+        return self._packing if stored else None
+
+    def _stem(self, name: str) -> str:
+        return self.label(name).removesuffix("weight")
+
+    def _part(self, name: str, part: str) -> Entry:
+        full = self._stem(name) + part
+        if full not in self._entries:
+            raise ExportError(f"tensor {full} is missing in {self._folder}; the model is damaged")
+        return self._entries[full]
+
+    def _parts(self, packed: Packing, name: str) -> Parts:
+        words, zeros = (read_words(self._part(name, part)) for part in ("qweight", "qzeros"))
+        scales = self._part(name, "scales")
+        width = self.shape(name)[-1]
+        if packed.method == "gptq" and self._stem(name) + "g_idx" in self._entries:
+            groups = read_words(self._part(name, "g_idx")).astype(np.int64)
+        else:
+            count = max(1, math.prod(scales.shape[:1]))
+            groups = np.arange(width) // max(1, -(-width // count))
+        floats = read_floats(scales, 0, math.prod(scales.shape[:1]))
+        return check_parts(Parts(words, zeros, floats, groups), packed, self.label(name))
 
     def _hyper(self) -> Hyper:
         config = self._config
@@ -131,7 +149,7 @@ class HfSource:
             context_tokens=self._int("max_position_embeddings"),
             norm_eps=self._float(config.get("rms_norm_eps", 1e-6)),
             rope=scaled_rope(theta, head_dim, rope),
-            tied="lm_head.weight" not in self._entries,
+            tied=not {"lm_head.weight", "lm_head.qweight"} & self._entries.keys(),
             family=parts,
         )
 
@@ -139,8 +157,6 @@ class HfSource:
         """What would silently change the answers is refused by name."""
         if self._config.get("hidden_act", "silu") != "silu":
             raise ExportError(f"activation {self._config['hidden_act']!r} is not supported")
-        if self._config.get("quantization_config"):
-            raise ExportError("pre-quantised checkpoints are not supported; take bf16 or a GGUF")
         biased = self._config.get("attention_bias") or self._config.get("mlp_bias")
         if biased and self._config.get("model_type") != "qwen2":
             raise ExportError("attention_bias / mlp_bias is not supported for this architecture")
@@ -158,58 +174,3 @@ class HfSource:
         if not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ExportError(f"{value!r} in {self._folder / 'config.json'} is no number above 0")
         return float(value)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file. Raises ExportError naming the file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ExportError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ExportError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ExportError(f"{path} does not hold a JSON object")
-    return data
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        paths = [folder / Path(name).name for name in names]
-    else:
-        paths = [folder / "model.safetensors"]
-    for path in paths:
-        if not path.is_file():
-            raise ExportError(f"{path} is missing; download the model's safetensors files")
-    return paths
-
-
-def _header(path: Path) -> dict[str, _Entry]:
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        total = path.stat().st_size
-        if not 2 <= size <= min(_MAX_HEADER_BYTES, total - 8):
-            raise ExportError(f"{path} is not a safetensors file, or is cut off")
-        try:
-            header = json.loads(file.read(size))
-        except ValueError:
-            raise ExportError(f"{path} is not a safetensors file, or is cut off") from None
-    try:
-        tensors = {name: item for name, item in header.items() if name != "__metadata__"}
-        return {name: _entry(path, item, 8 + size, total) for name, item in tensors.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ExportError(f"{path} is damaged: {error}; download it again") from None
-
-
-def _entry(path: Path, item: dict[str, Any], base: int, total: int) -> _Entry:
-    """Raises ValueError when the sizes contradict each other or the file."""
-    start, end = (base + int(offset) for offset in item["data_offsets"])
-    shape = tuple(int(size) for size in item["shape"])
-    dtype = _DTYPES.get(item["dtype"])
-    if not base <= start <= end <= total or min(shape, default=0) < 0:
-        raise ValueError("a tensor lies beyond its end")
-    if dtype is not None and math.prod(shape) * dtype.itemsize != end - start:
-        raise ValueError("a tensor is not as long as its shape")
-    return _Entry(path, str(item["dtype"]), shape, start)

@@ -56,6 +56,7 @@ def manifest(
         "chat_template": text.chat_template,
         "source": {
             "file": model.name,
+            "stored_as": source.stored_as,
             "sha256": _sha256(source.paths),
         },
         "tokenizer_sha256": _sha256([folder / TOKENIZER_FILE]),
