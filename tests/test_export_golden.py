@@ -98,6 +98,15 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(golden, "_MEMINFO", meminfo)
 
 
+def without_a_share_of_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    group = tmp_path / "groups" / "system.slice" / "edged.service"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(f"{3 << 20}\n")
+    (tmp_path / "cgroup").write_text("0::/system.slice/edged.service\n")
+    monkeypatch.setattr(golden, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(golden, "_CGROUPS", tmp_path / "groups")
+
+
 def test_no_golden_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--no-golden leaves it out without a word."""
     source = Tiny().write_gguf(tmp_path / "tiny.gguf")
@@ -110,6 +119,7 @@ def test_no_golden_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (without_onnxruntime, "onnxruntime is not installed"),
         (without_memory, "MiB of memory, 2 MiB are available"),
+        (without_a_share_of_memory, "MiB of memory, 3 MiB are available"),
     ],
 )
 def test_where_the_graph_cannot_run_the_export_still_succeeds(

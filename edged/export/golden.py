@@ -6,6 +6,7 @@ weights are in memory while it runs, which the rest of an export never asks for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ TOKENS = 8
 TOP = 8
 _SPARE_BYTES = 128 << 20
 _MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Skipped(Exception):
@@ -120,12 +123,29 @@ def _check_memory(folder: Path, about: Mapping[str, Any]) -> None:
     """Raises Skipped. The runtime keeps a repacked copy; of fp16 weights one in float32."""
     copies = 3 if about["weights_dtype"] == "fp16" else 2
     needed = copies * (folder / DATA_FILE).stat().st_size + _SPARE_BYTES
+    available = min(_meminfo_bytes(), _cgroup_bytes())
+    if needed > available:
+        raise Skipped(
+            f"it needs {needed >> 20} MiB of memory, {int(available) >> 20} MiB are available"
+        )
+
+
+def _meminfo_bytes() -> float:
+    """What the machine has left; without end where it does not say."""
     try:
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
-    except OSError:  # not Linux: try
-        return
-    available = next((x.split()[1] for x in lines if x.startswith("MemAvailable:")), None)
-    if available is not None and needed > int(available) * 1024:
-        raise Skipped(
-            f"it needs {needed >> 20} MiB of memory, {int(available) >> 10} MiB are available"
-        )
+    except OSError:
+        return math.inf
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else math.inf
+
+
+def _cgroup_bytes() -> float:
+    """What this process's own group (a service's MemoryMax) may use in all."""
+    try:
+        lines = _CGROUP.read_text(encoding="ascii").splitlines()
+        path = next(line[len("0::/") :] for line in lines if line.startswith("0::/"))
+        limit = (_CGROUPS / path / "memory.max").read_text(encoding="ascii").strip()
+    except (OSError, StopIteration):
+        return math.inf
+    return int(limit) if limit.isdecimal() else math.inf
