@@ -40,6 +40,8 @@ def run(link: Link, engine: str) -> int:
         return _fault(link, "load", str(error))
     except (StepError, DeviceFault) as error:
         return _fault(link, "fatal", str(error))
+    except ImportError as error:
+        return _fault(link, "load", f"{error}; install edged with all its dependencies")
     except EdgedError as error:
         return _fault(link, "internal", str(error))
     return 0

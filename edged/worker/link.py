@@ -8,6 +8,7 @@ import socket
 from edged import wire
 
 # Bounds the answers to one read as well: a refused Submit is about its own size.
+_LONGEST_WAIT_S = 3600.0
 _READ_BYTES = 1 << 16
 
 
@@ -34,13 +35,21 @@ class Link:
 
         May be empty before the time is over (half a frame came). Raises LinkClosed, WireError.
         """
-        timeout_ms = None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))
+        if timeout_s is not None:
+            timeout_s = min(max(0.0, timeout_s), _LONGEST_WAIT_S)  # poll() counts in an int
+        timeout_ms = None if timeout_s is None else int(timeout_s * 1000 + 0.999)
         if not self._poll.poll(timeout_ms):
             return []
-        try:
-            data = self._socket.recv(_READ_BYTES)
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            raise LinkClosed
-        return list(self._frames.messages(data))
+        found: list[wire.ToWorker] = []
+        while True:  # all there is: a cancel may lie behind a large submit
+            try:
+                data = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return found
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                raise LinkClosed
+            found += self._frames.messages(data)
+            if len(data) < _READ_BYTES:
+                return found
