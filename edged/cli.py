@@ -165,6 +165,7 @@ def _prepared(checked: config.Config, notifier: Notifier) -> dict[str, Path]:
 
 def _model_dir(engine: str, checked: config.Config) -> Path:
     from edged import models
+    from edged.twin import boards
 
     state_dir = Path(checked.state_dir)
     log = structlog.get_logger("edged")
@@ -178,6 +179,7 @@ def _model_dir(engine: str, checked: config.Config) -> Path:
         gears = ["--batch-gears", ",".join(map(str, npu.batch_gears))]
         gears += ["--context-gears", ",".join(map(str, npu.context_gears))]
         gears += ["--prefill-chunk", str(npu.prefill_chunk)]
+        gears += ["--soc", boards.load(npu.twin).soc]
     return models.ensure_exported(
         _source(checked, state_dir),
         state_dir,

@@ -101,6 +101,18 @@ def test_a_stream_goes_on_with_the_cpu_when_the_npus_worker_dies(served: Daemon)
     wait_for_npu(served)
 
 
+def test_an_ep_card_serves_too() -> None:
+    """On a board whose memory the host cannot see the same model answers the same."""
+    ep = ("engines.chain=['npu']", "npu.twin=310p3", "npu.context_gears=[512]")
+    with (
+        daemon(*ep, "npu.dtype=fp32") as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="k", max_retries=0) as api,
+    ):
+        answer = api.completions.create(model="", prompt="The sky is", max_tokens=8, temperature=0)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 8
+
+
 def test_the_twin_survives_the_daemon(tmp_path: Path) -> None:
     """A board is as hot after a restart as it was left: its state is a file."""
     from edged.twin.figures import board_at
