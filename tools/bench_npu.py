@@ -38,7 +38,7 @@ SLOTS = max(BATCHES)
 CHUNK_TOKENS = 64
 CONTEXT_TOKENS = 512
 PREFIX_CONTEXT_TOKENS = 1024  # the prefix, a suffix and an answer do not fit into 512
-NOISE = 0.03  # a ratio this far above 1 shows that the others are no better
+NOISE = 0.03  # a loop ratio further above 1 is not to be believed
 PREFIX_TOKENS, SUFFIX_TOKENS = 500, 24
 GEARS = [
     *("--batch-gears", ",".join(map(str, BATCHES))),
@@ -76,7 +76,7 @@ def main() -> int:
     for name, value in found.items():
         print(f"{name:30s} {value:10.4f}")
     if any(found[f"loop_ratio_{batch}"] > 1 + NOISE for batch in BATCHES):
-        print("bench: the worker cannot beat the bare session: the machine was too busy to tell")
+        print("bench: no worker beats the bare session: too much noise, or the sides are not alike")
     print("RESULT " + json.dumps(found))
     return 0
 
