@@ -195,7 +195,7 @@ class Bare:
         sides = (self.header.inputs, binding.bind_input), (self.header.outputs, binding.bind_output)
         tensors = [(t, t.shape(gear), bind) for side, bind in sides for t in side]
         sizes = [piece_bytes(_bytes(t, shape)) for t, shape, _ in tensors]
-        # Private: shared memory gets no huge pages, and small ones cost 10 to 20 % of a step.
+        # Private: shared memory gets no huge pages, and the twin's device memory has them.
         memory = mmap.mmap(-1, sum(sizes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory.append(memory)
