@@ -102,7 +102,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     try:
         tensors = {name: item for name, item in header.items() if name != "__metadata__"}
         return {name: _entry(name, path, item, 8 + size, total) for name, item in tensors.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ExportError(f"{path} is damaged: {error}; download it again") from None
 
 
