@@ -1,4 +1,4 @@
-"""`edged`: run | export | models fetch | check-config | version. Maps errors to exit codes.
+"""`edged`: run, export, models, twin, simulate, check-config. Maps errors to exit codes.
 
 0 ended well; 2 usage; 75 no engine can start (try again later); 78 bad configuration.
 """
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_files()
     words = list(sys.argv[1:] if argv is None else argv)
     rest: list[str] = []
-    if words[:1] == ["export"] or words[:1] == ["twin"]:
+    if words[:1] and words[0] in ("export", "twin", "simulate"):
         words, rest = words[:1], words[1:]  # their own parsers read it, --help included
     arguments = _parser().parse_args(words)
     arguments.rest = rest
@@ -86,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     twin = verbs.add_parser("twin", help="order faults and heat on the simulated board")
     twin.set_defaults(verb=_twin)
+    lab = verbs.add_parser("simulate", help="compare thermal policies on scenarios, in the lab")
+    lab.set_defaults(verb=_simulate)
     export = verbs.add_parser("export", help="turn a GGUF file or HF folder into a model folder")
     export.set_defaults(verb=_export)
     models = verbs.add_parser("models", help="fetch the demo model")
@@ -106,6 +108,12 @@ def _twin(arguments: argparse.Namespace) -> int:
     from edged.twin import faults
 
     return faults.main(arguments.rest)
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from edged.twin import lab
+
+    return lab.main(arguments.rest)
 
 
 def _export(arguments: argparse.Namespace) -> int:
