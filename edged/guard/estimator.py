@@ -285,9 +285,5 @@ class HeatModel:
         best = leader if fits[leader] < 0.8 * fits[self.best] else self.best
         return replace(self, filters=filters, best=best)
 
-    def stirred(self) -> HeatModel:
-        """Another clock heats in another mixture, even at the same temperature: learn from it."""
-        return replace(self, calm_s=0.0)
-
     def shifted(self, offset_c: float) -> HeatModel:
         return replace(self, filters=tuple(f.shifted(offset_c) for f in self.filters))

@@ -15,9 +15,6 @@ from edged.guard.policy import DUTY_FLOOR, Levers, Load, Seen, Settings
 
 RETHINK_S = 5.0  # between two choices of clock and batch
 GAIN = 1.03  # a new batch must promise this much more
-_TRIAL_SHARE = 0.9  # of the present speed an untried clock must promise to be tried
-_TRIAL_AFTER_S, _TRIAL_EVERY_S = 60.0, 7200.0
-_KEEP_UP = 1.03  # chunks may be this much larger than the prompts that arrive need
 _PACE_GRACE = 1.1  # a pace kept so far may be this much too slow before it is given up
 
 
@@ -34,51 +31,17 @@ def chosen(settings: Settings, levers: Levers, state: ModelState, seen: Seen) ->
     lowest = min(found, key=lambda o: (o.point.frequency_mhz or 0.0, o.point.batch))
     state = _hopeless(settings, levers, state, lowest)
     here = [o for o in found if o.point.frequency_mhz == gear_mhz(levers, state)]
-    stay = lowest if state.hopeless else _steady_batch(settings, state, here)
+    stay = _steady_batch(settings, state, here)
     go = lowest if state.hopeless else choice.best(found, settings.itl_slo_s)
     full = max(o.tokens_per_s / o.point.duty for o in found)
     state = replace(state, limited=go.tokens_per_s < 0.98 * full, sustainable=go.tokens_per_s)
-    trial = _trial(settings, levers, state, found, stay, now_s)
-    if trial is not None:
-        go = trial
-    elif not _worth(settings, state, stay, go, now_s):
-        go = stay
-    mhz = go.point.frequency_mhz
-    state = replace(state, batch=go.point.batch)
-    if mhz is None or mhz == gear_mhz(levers, state) or now_s - state.geared_s < settings.dwell_s:
-        return state
-    gear = levers.frequencies_mhz.index(mhz)
-    return replace(state, gear=gear, geared_s=now_s, budget=state.budget.spent(now_s))
-
-
-def _trial(
-    settings: Settings,
-    levers: Levers,
-    state: ModelState,
-    found: list[Option],
-    stay: Option,
-    now_s: float,
-) -> Option | None:
-    """A neighbouring clock that has not been tried yet and may be about as good: what is
-    believed of it is a guess, and a wrong guess would never be noticed."""
-    if state.hopeless or not state.limited or now_s - state.geared_s < _TRIAL_AFTER_S:
-        return None
-    if not state.budget.ample(now_s):
-        return None
-    near = {
-        levers.frequencies_mhz[gear]
-        for gear in (state.gear - 1, state.gear + 1)
-        if 0 <= gear < len(levers.frequencies_mhz)
-        and now_s - state.visited.get(gear, -math.inf) > _TRIAL_EVERY_S
-    }
-    fair = [
-        option
-        for option in found
-        if option.point.frequency_mhz in near
-        and option.pace_s <= settings.itl_slo_s
-        and option.tokens_per_s > _TRIAL_SHARE * stay.tokens_per_s
-    ]
-    return choice.best(fair, settings.itl_slo_s) if fair else None
+    if _worth(settings, state, stay, go, now_s) and go.point.frequency_mhz is not None:
+        gear = levers.frequencies_mhz.index(go.point.frequency_mhz)
+        if gear == state.gear:
+            return replace(state, batch=go.point.batch)
+        budget = state.budget.spent(now_s)
+        return replace(state, gear=gear, batch=go.point.batch, geared_s=now_s, budget=budget)
+    return replace(state, batch=lowest.point.batch if state.hopeless else stay.point.batch)
 
 
 def _options(settings: Settings, levers: Levers, state: ModelState, demand: int) -> list[Option]:
@@ -143,7 +106,7 @@ def chunk_of(levers: Levers, state: ModelState, load: Load) -> int:
     x = levers.frequencies_mhz[-1] / gear if gear else 1.0
     steps = state.steps
     step_s = steps.step_s(max(1, min(state.batch, load.streams)), x)
-    arriving = _KEEP_UP * state.mix_per_step
+    arriving = 1.1 * state.mix_per_step
     if 2 * load.filling > load.streams:
         return levers.prefill_chunk
     return choice.chunk_tokens(

@@ -23,8 +23,7 @@ _UNSETTLED_C2 = 1.0  # so a reading then says little (variance, °C^2)
 def learned_steps(levers: Levers, state: ModelState, seen: Seen, dt_s: float) -> ModelState:
     load, x = seen.npu, clock_ratio(levers, seen, state)
     if x != state.x:
-        visited = {**state.visited, state.gear: seen.now_s}
-        state = replace(state, x=x, settled_s=seen.now_s, visited=visited)
+        state = replace(state, x=x, settled_s=seen.now_s)
     steps, mix = state.steps, state.mix_per_step
     settled = _settled(state, seen)
     if load.decode_steps > 0:
@@ -67,8 +66,6 @@ def learned_heat(
     else:
         cpu_ratio = state.cpu_ratio
     noise = state.quantum_c**2 / 12 + (0.0025 if _settled(state, seen) else _UNSETTLED_C2)
-    if state.settled_s == seen.now_s:
-        heat = heat.stirred()
     warmed = heat_input(levers, state, seen)
     heat = heat.predicted(dt_s, warmed).corrected(temperature_c, noise)
     over = temperature_c > settings.limit_c

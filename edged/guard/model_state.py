@@ -6,7 +6,6 @@ Pure. Who changes it: model_learn.py, model_choose.py and policy_model.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from edged.guard.base_rule import BaseState
@@ -34,7 +33,6 @@ class ModelState:
     full_c: float = 0.0  # rise at duty 1 of the present point
     geared_s: float = float("-inf")
     budget: Budget = field(default_factory=Budget)
-    visited: Mapping[int, float] = field(default_factory=dict)  # gear -> when it was taken
     rethink_s: float = float("-inf")
     good_s: float = 0.0
     demand: float = 0.0  # decaying peak
