@@ -44,7 +44,7 @@ class Plan:
     idle_s: float
 
 
-FULL = Plan((1, 4, 8, 16), rounds=3, requests_per_client=2, max_tokens=64, idle_s=10.0)
+FULL = Plan((1, 4, 8, 16), rounds=2, requests_per_client=1, max_tokens=64, idle_s=10.0)
 QUICK = Plan((1, 4, 8, 16), rounds=1, requests_per_client=1, max_tokens=24, idle_s=3.0)
 
 
