@@ -19,7 +19,7 @@ class ErrorSpec(NamedTuple):
     retryable: bool
 
 
-# Codes and statuses: reference/ingress.md §2.2 and §5.2.
+# Statuses and types as the OpenAI API has them; codes are shared with MQTT.
 TABLE: dict[str, ErrorSpec] = {
     "invalid_request": ErrorSpec(400, "invalid_request_error", False),
     "invalid_json": ErrorSpec(400, "invalid_request_error", False),
