@@ -427,7 +427,8 @@ work = device.malloc(1 << 20)
 with mapped(device, Path({om!r})) as om:
     model = load(device, om, (work, 1 << 20))
     weights = om.weight_bytes
-print(peak - before, anonymous() - before, weights)
+after = anonymous()  # the watcher looks every 2 ms: the end counts as a look of its own
+print(max(peak, after) - before, after - before, weights)
 """
 
 
