@@ -16,7 +16,6 @@ from typing import Any
 
 import structlog
 
-from edged.config import Config
 from edged.engine.factory import make_engines
 from edged.engine.worker_engine import WorkerEngine
 from edged.errors import EngineFault, EngineUnavailable
@@ -27,6 +26,7 @@ from edged.manifest import shared_context_tokens
 from edged.metrics import Metrics
 from edged.queue import Queue
 from edged.scheduler import Scheduler, Stream
+from edged.settings import Config
 from edged.status import Status, status_of
 from edged.systemd import Notifier
 from edged.text.model import TextModel

@@ -21,6 +21,8 @@ import structlog
 
 from edged import __version__, config, logs
 from edged.errors import ConfigError, EdgedError, EngineUnavailable
+from edged.machine import default_state_dir
+from edged.settings import Config
 from edged.systemd import Notifier
 
 EX_OK, EX_FAIL, EX_TEMPFAIL, EX_CONFIG = 0, 1, 75, 78
@@ -124,7 +126,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _models(arguments: argparse.Namespace) -> int:
     from edged import models
 
-    state_dir = arguments.state_dir or config.default_state_dir()
+    state_dir = arguments.state_dir or default_state_dir()
     source = models.fetch_demo(state_dir, lambda line: print(f"edged: {line}", file=sys.stderr))
     print(models.ensure_exported(source, state_dir, "auto"))
     return EX_OK
@@ -157,7 +159,7 @@ def _twin_settings(board: str) -> tuple[str, ...]:
     return (f"npu.twin={board}", 'engines.chain=["npu", "cpu"]') if board else ()
 
 
-def _prepared(checked: config.Config, notifier: Notifier) -> dict[str, Path]:
+def _prepared(checked: Config, notifier: Notifier) -> dict[str, Path]:
     """The exported model of each engine; blocks for the time of an export.
 
     Raises KeyboardInterrupt on SIGTERM.
@@ -171,7 +173,7 @@ def _prepared(checked: config.Config, notifier: Notifier) -> dict[str, Path]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _model_dir(engine: str, checked: config.Config) -> Path:
+def _model_dir(engine: str, checked: Config) -> Path:
     from edged import models
     from edged.twin import boards
 
@@ -216,7 +218,7 @@ def _more_time(notifier: Notifier) -> Iterator[None]:
         thread.join()
 
 
-def _source(checked: config.Config, state_dir: Path) -> Path:
+def _source(checked: Config, state_dir: Path) -> Path:
     """The model to serve: model.path, else the demo model."""
     from edged import models
 
@@ -243,7 +245,7 @@ def _expanded(key: str, given: str) -> Path:
         raise ConfigError(f"{key}: the home folder is unknown; give a full path") from None
 
 
-def _greet(checked: config.Config, url: str) -> None:
+def _greet(checked: Config, url: str) -> None:
     """Lines to try, for a person at a terminal; under systemd the log has it all."""
     if "INVOCATION_ID" in os.environ:
         return

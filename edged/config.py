@@ -7,135 +7,25 @@ Order of precedence: defaults < file < --set. Nothing here opens sockets or star
 from __future__ import annotations
 
 import difflib
-import hashlib
 import ipaddress
 import os
 import re
-import socket
 import sys
 import urllib.parse
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 
 from edged.errors import ConfigError
+from edged.machine import default_node, default_state_dir
+from edged.settings import Config, Section
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-Gears = Annotated[tuple[PositiveInt, ...], msgspec.Meta(min_length=1)]
-# Bounded, for inf is a float too: no time-out is longer than a year.
-YEAR_S = 366 * 86400.0
-PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=YEAR_S)]
-Slots = Annotated[int, msgspec.Meta(ge=1, le=256)]
-ChunkTokens = Annotated[int, msgspec.Meta(ge=1, le=4096)]
-EngineName = Literal["npu", "cpu"]
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all sections."""
-
-
-class Http(Section, frozen=True):
-    host: str = "127.0.0.1"
-    port: Port = 8090
-    unix_socket: str = "auto"
-    api_keys_file: str = ""
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    max_body_bytes: PositiveInt = 1 << 20
-    body_timeout_s: PositiveSeconds = 30.0
-    write_timeout_s: PositiveSeconds = 10.0
-    ping_interval_s: PositiveSeconds = 15.0
-
-
-class Mqtt(Section, frozen=True):
-    url: str = ""
-    username: str = ""
-    password_file: str = ""
-    ca_file: str = ""
-    client_id: str = ""
-    base: str = "edged/v1"
-    reply_allow: tuple[str, ...] = ("edged/v1/reply/#",)
-    plain_text: bool = True
-    max_request_bytes: PositiveInt = 256 * 1024
-    max_inflight: PositiveInt = 64
-    chunk_interval_s: PositiveSeconds = 0.15
-    keepalive_s: PositiveInt = 30
-    reconnect_max_s: PositiveSeconds = 60.0
-
-
-class Model(Section, frozen=True):
-    path: str = ""
-    name: str = ""
-    context_tokens: Count = 0
-
-
-class Cpu(Section, frozen=True):
-    slots: Slots = 8
-    threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
-    prefill_chunk: ChunkTokens = 64
-    dtype: Literal["auto", "int8", "fp32"] = "auto"
-
-
-class Npu(Section, frozen=True):
-    required: bool = False
-    model: str = ""
-    twin: str = ""
-    slots: Slots = 8
-    context_gears: Gears = (512, 2048)
-    batch_gears: Gears = (1, 4, 8)
-    prefill_chunk: ChunkTokens = 64
-    dtype: Literal["fp16", "fp32"] = "fp16"
-
-
-class Engines(Section, frozen=True):
-    chain: tuple[EngineName, ...] = ("cpu",)
-    restart_budget: PositiveInt = 5
-    restart_window_s: PositiveSeconds = 300.0
-    restart_backoff_s: PositiveSeconds = 0.5
-    restart_backoff_max_s: PositiveSeconds = 60.0
-    start_timeout_s: PositiveSeconds = 600.0
-
-
-class Queue(Section, frozen=True):
-    max_requests: PositiveInt = 64
-    max_tokens: PositiveInt = 262_144
-    aging_s: PositiveSeconds = 10.0
-
-
-class Generation(Section, frozen=True):
-    max_tokens: PositiveInt = 1024
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.7
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-
-
-class Log(Section, frozen=True):
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["auto", "console", "json"] = "auto"
-
-
-class Config(Section, frozen=True):
-    node: str = ""
-    state_dir: str = ""
-    drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=YEAR_S)] = 20.0
-    http: Http = Http()
-    mqtt: Mqtt = Mqtt()
-    model: Model = Model()
-    engines: Engines = Engines()
-    cpu: Cpu = Cpu()
-    npu: Npu = Npu()
-    queue: Queue = Queue()
-    generation: Generation = Generation()
-    log: Log = Log()
 
 
 def load(path: Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
@@ -297,27 +187,3 @@ def _resolve(config: Config) -> Config:
         state_dir=str(state_dir),
         http=msgspec.structs.replace(config.http, unix_socket=unix_socket),
     )
-
-
-def default_state_dir() -> Path:
-    """systemd's StateDirectory, else $XDG_STATE_HOME/edged, else ~/.local/state/edged."""
-    if given := os.environ.get("STATE_DIRECTORY"):
-        return Path(given.split(":")[0])
-    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(home) / "edged"
-
-
-def default_node() -> str:
-    """Host name + a stable suffix: all vendor images share one host name.
-
-    The suffix comes from /etc/machine-id (hashed: the id itself should not be published).
-    """
-    try:
-        machine = Path("/etc/machine-id").read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        machine = ""
-    if machine in ("", "uninitialized"):  # the word systemd leaves there until the first boot ends
-        machine = str(uuid.getnode())
-    suffix = hashlib.sha256(b"edged" + machine.encode()).hexdigest()[:6]
-    host = re.sub(r"[^a-z0-9_-]", "-", socket.gethostname().lower().split(".")[0])[:25] or "edged"
-    return f"{host}-{suffix}"

@@ -14,7 +14,6 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from edged.config import Generation, Http
 from edged.core import (
     Delta,
     EngineSpan,
@@ -30,6 +29,7 @@ from edged.errors import RequestError
 from edged.ingress.http import HttpServer
 from edged.ingress.prepare import Catalog
 from edged.metrics import Metrics
+from edged.settings import Generation, Http
 from edged.status import Status
 from edged.text.model import TextModel
 

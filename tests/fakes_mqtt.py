@@ -14,12 +14,12 @@ from typing import Any
 import aiomqtt
 import msgspec
 
-from edged import config
 from edged.core import Delta, EngineSpan, Finish, FinishReason, Request, Timings, Usage
 from edged.errors import RequestError
 from edged.ingress.mqtt import MqttIngress
 from edged.ingress.prepare import Catalog
 from edged.metrics import Metrics
+from edged.settings import Mqtt
 from edged.status import Status
 
 NODE = "n1"
@@ -134,10 +134,10 @@ def idle_status() -> Status:
 def ingress(
     url: str, scheduler: FakeScheduler, metrics: Metrics | None = None, **keys: Any
 ) -> MqttIngress:
-    """An ingress of node n1, as the app builds it; keys: of config.Mqtt."""
+    """An ingress of node n1, as the app builds it; keys: of Mqtt."""
     keys = {"reconnect_max_s": 0.2, "chunk_interval_s": 0.02, **keys}
     return MqttIngress(
-        config.Mqtt(url=url, **keys),
+        Mqtt(url=url, **keys),
         NODE,
         scheduler,  # type: ignore[arg-type]
         Catalog([BytesText()]),  # type: ignore[list-item]

@@ -18,7 +18,7 @@ import numpy as np
 import onnxruntime as ort
 import xllamacpp
 
-from edged.config import default_state_dir
+from edged.machine import default_state_dir
 from edged.models import ensure_exported, fetch_demo
 
 

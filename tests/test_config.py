@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from edged import config
 from edged.errors import ConfigError
+from edged.machine import default_node
+from edged.settings import Config, Cpu
 
 EXAMPLE = Path(__file__).parent.parent / "configs" / "edged.toml"
 
@@ -29,7 +31,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def value_of(loaded: config.Config, key: str) -> Any:
+def value_of(loaded: Config, key: str) -> Any:
     for name in key.split("."):
         loaded = getattr(loaded, name)
     return loaded
@@ -138,7 +140,7 @@ def test_precedence_is_default_then_file_then_set(tmp_path: Path) -> None:
         "error",
         "from-set",
     )
-    assert loaded.cpu.slots == config.Cpu().slots
+    assert loaded.cpu.slots == Cpu().slots
 
 
 def test_set_takes_toml_or_plain_text() -> None:
@@ -242,7 +244,7 @@ def test_the_default_node_is_valid_for_any_host_name(
 ) -> None:
     """Host names with odd characters or great length still give a valid node."""
     monkeypatch.setattr("socket.gethostname", lambda: host)
-    assert re.fullmatch(r"[a-z0-9_-]{1,32}", config.default_node())
+    assert re.fullmatch(r"[a-z0-9_-]{1,32}", default_node())
 
 
 def test_places_follow_systemd_then_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

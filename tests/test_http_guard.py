@@ -16,11 +16,11 @@ import pytest
 import pytest_asyncio
 from fakes_http import Site, chat_body, connected, serving
 
-from edged.config import Http
 from edged.errors import ConfigError, RequestError
 from edged.ingress.http import ListenError
 from edged.ingress.http.guard import Guard, is_local
 from edged.ingress.http.keys import ApiKeys
+from edged.settings import Http
 
 CHAT = "/v1/chat/completions"
 KIOSK = "https://kiosk.example.com"

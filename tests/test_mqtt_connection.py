@@ -28,10 +28,10 @@ from fakes_mqtt import (
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
-from edged import config
 from edged.errors import ConfigError
 from edged.ingress.mqtt.dial import dial_of
 from edged.metrics import Metrics
+from edged.settings import Mqtt
 
 V5 = aiomqtt.ProtocolVersion.V5
 AVAILABILITY = f"{ROOT}/state/availability"
@@ -373,10 +373,10 @@ async def test_mqtts_checks_the_brokers_certificate(tmp_path: Path) -> None:
 def test_an_unusable_configuration_names_its_key(keys: dict[str, Any], word: str) -> None:
     """What cannot work is told before anything is connected."""
     with pytest.raises(ConfigError, match=word):
-        dial_of(config.Mqtt(**{"url": "mqtt://h", **keys}), NODE, "a")
+        dial_of(Mqtt(**{"url": "mqtt://h", **keys}), NODE, "a")
 
 
 def test_a_dial_never_shows_its_password() -> None:
     """Logs and tracebacks show where we connect, not with what."""
-    dial = dial_of(config.Mqtt(url="mqtt://h", username="u"), NODE, "a")
+    dial = dial_of(Mqtt(url="mqtt://h", username="u"), NODE, "a")
     assert repr(dial) == "Dial(h:1883, edged-n1)"

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paho.mqtt.client import topic_matches_sub
 
-from edged import config
 from edged.core import Finish, Usage
 from edged.errors import ConfigError, RequestError
 from edged.ingress.mqtt import replies
@@ -27,6 +26,7 @@ from edged.ingress.mqtt.reconnect import STABLE_S, Attempt, delay_s
 from edged.ingress.mqtt.topics import Topics, check_names, matches, reply_problem
 from edged.ingress.prepare import Catalog, Draft
 from edged.metrics import Metrics
+from edged.settings import Mqtt
 
 TOPICS = Topics("edged/v1", NODE)
 RULES = Rules(TOPICS, ("edged/v1/reply/#",), 1000)
@@ -478,4 +478,4 @@ def test_an_answer_that_cannot_be_shrunk_below_the_limit_is_not_sent() -> None:
 
 def test_the_default_reply_filter_is_the_configurations() -> None:
     """What docs and tests call allowed is what a default configuration allows."""
-    assert config.Mqtt().reply_allow == RULES.reply_allow
+    assert Mqtt().reply_allow == RULES.reply_allow

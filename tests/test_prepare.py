@@ -10,10 +10,10 @@ from fakes_http import CONTEXT_TOKENS, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edged.config import Generation
 from edged.core import Request
 from edged.errors import RequestError
 from edged.ingress.prepare import RANGES, Catalog, Draft, Message, Part, prepare
+from edged.settings import Generation
 
 
 @pytest.fixture(scope="module")

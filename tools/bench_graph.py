@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 import xllamacpp
 
-from edged import config, models
+from edged import models
+from edged.machine import default_state_dir
+from edged.settings import Cpu
 from edged.worker.contract import read_spec
 from edged.worker.executor import empty_batch
 from edged.worker.ort import OrtExecutor
@@ -30,7 +32,7 @@ from edged.worker.ort import OrtExecutor
 BATCHES = (1, 4, 8)
 SLOTS = max(BATCHES)
 CONTEXT_TOKENS = 1024
-CHUNK_TOKENS = config.Cpu().prefill_chunk
+CHUNK_TOKENS = Cpu().prefill_chunk
 PROMPT_TOKENS = 400
 START_TOKENS = 40  # in every cache before the measured decode steps
 
@@ -129,7 +131,7 @@ class Llama:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--model", type=Path, default=models.demo_path(config.default_state_dir()))
+    parser.add_argument("--model", type=Path, default=models.demo_path(default_state_dir()))
     parser.add_argument("--dtypes", default="auto,int8", help="exports to measure")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
@@ -138,7 +140,7 @@ def main() -> int:
         print("bench: the machine is not idle; only the ratios mean anything", flush=True)
     sides: dict[str, Edged | Llama] = {"llama.cpp": Llama(arguments.model, arguments.threads)}
     for dtype in arguments.dtypes.split(","):
-        folder = models.ensure_exported(arguments.model, config.default_state_dir(), dtype)
+        folder = models.ensure_exported(arguments.model, default_state_dir(), dtype)
         sides[dtype] = Edged(folder, arguments.threads)
     figures = measure(sides, plan)
     report(figures, list(sides))

@@ -24,7 +24,8 @@ from typing import Any
 import psutil
 from bench_sides import Side, edged_side, fetch, llama_side
 
-from edged import config, models
+from edged import models
+from edged.machine import default_state_dir
 
 TOOLS = Path(__file__).parent
 PROMPTS_TOKENS = {"short": 16, "long": 400}
@@ -74,7 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--context-tokens", type=int, default=2048, help="per slot")
     arguments = parser.parse_args()
-    arguments.model = arguments.model or models.demo_path(config.default_state_dir())
+    arguments.model = arguments.model or models.demo_path(default_state_dir())
     if not arguments.model.exists():
         parser.error(f"{arguments.model} is missing; run `edged models fetch demo`")
     return arguments

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from bench_npu_sides import Bare, Block, Worker
 
-from edged import config, models
+from edged import models
+from edged.machine import default_state_dir
 from edged.twin import boards, om, state
 from edged.twin.acl import Library
 from edged.twin.state import TwinState
@@ -63,7 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer samples")
     parser.add_argument("--model", type=Path, help="GGUF file; the demo model if not given")
-    parser.add_argument("--state-dir", type=Path, default=config.default_state_dir())
+    parser.add_argument("--state-dir", type=Path, default=default_state_dir())
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
     model = arguments.model or models.demo_path(arguments.state_dir)

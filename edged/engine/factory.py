@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edged import wire
-from edged.config import Config
 from edged.engine.restarts import RestartPolicy
 from edged.engine.worker_engine import WorkerEngine
+from edged.settings import Config
 
 
 def make_engines(

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from edged.config import Generation
 from edged.errors import RequestError
+from edged.settings import Generation
 from edged.text.model import TextModel
 
 

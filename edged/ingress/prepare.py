@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from edged.config import Generation
 from edged.core import Request, Sampling
 from edged.errors import RequestError
 from edged.ingress.catalog import Catalog, Entry
 from edged.ingress.messages import Message, Part, chat_messages, invalid
+from edged.settings import Generation
 from edged.text.model import TextModel
 
 __all__ = ["Catalog", "Draft", "Entry", "Fields", "Message", "Part", "prepare"]

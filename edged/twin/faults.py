@@ -21,8 +21,8 @@ from typing import Literal
 
 import msgspec
 
-from edged.config import default_state_dir
 from edged.errors import ConfigError
+from edged.machine import default_state_dir
 from edged.twin.fields import StateError
 from edged.twin.state import TwinState
 

@@ -16,7 +16,6 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from edged.config import Http
 from edged.core import Delta, Finish, Request, TokenLogprob
 from edged.errors import RequestError
 from edged.ingress.http.bodies import Body, ChatBody, CompletionBody, decode
@@ -29,6 +28,7 @@ from edged.ingress.messages import invalid
 from edged.ingress.prepare import Catalog, prepare
 from edged.metrics import Metrics
 from edged.scheduler import Scheduler, Stream
+from edged.settings import Http
 
 log = structlog.get_logger("edged.http")
 

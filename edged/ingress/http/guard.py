@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from edged.config import Http
 from edged.errors import RequestError
+from edged.settings import Http
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]@/\s]+)(?::\d{1,5})?", re.IGNORECASE)
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1024}")

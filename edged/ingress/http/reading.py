@@ -6,8 +6,8 @@ import asyncio
 
 from aiohttp import web
 
-from edged.config import Http
 from edged.errors import RequestError
+from edged.settings import Http
 
 SMALL_BYTES = 64 * 1024  # up to this a body needs no permit and is decoded on the loop
 MAX_LARGE = 16

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from aiohttp import web
 
-from edged.config import Http
 from edged.ingress.catalog import Catalog
 from edged.ingress.http.connection import Connection
 from edged.ingress.http.generate import Generation
@@ -20,6 +19,7 @@ from edged.ingress.http.middleware import Gate
 from edged.ingress.http.reading import expect_later
 from edged.metrics import Metrics
 from edged.scheduler import Scheduler
+from edged.settings import Http
 from edged.status import Status
 
 # Twice this is the limit of stop() for what is still being answered; draining came before.

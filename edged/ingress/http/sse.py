@@ -14,7 +14,7 @@ from types import TracebackType
 import msgspec
 from aiohttp import web
 
-from edged.config import Http
+from edged.settings import Http
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from edged.config import Mqtt
 from edged.errors import ConfigError
 from edged.ingress.mqtt.protocol import LOOK_FACTOR
+from edged.settings import Mqtt
 
 PORTS = {"mqtt": 1883, "mqtts": 8883}
 MAX_KEEPALIVE_S = 65535  # two bytes on the wire

@@ -13,7 +13,6 @@ import msgspec
 import structlog
 
 import edged
-from edged.config import Mqtt
 from edged.errors import RequestError
 from edged.ingress.mqtt import replies
 from edged.ingress.mqtt.body import VERSION
@@ -27,6 +26,7 @@ from edged.ingress.mqtt.topics import VERBS, Topics, check_names
 from edged.ingress.prepare import Catalog
 from edged.metrics import Metrics
 from edged.scheduler import Scheduler
+from edged.settings import Mqtt
 from edged.status import Status, status_json
 
 log = structlog.get_logger("edged.mqtt")

@@ -1,0 +1,119 @@
+"""Settings: every section and key of the configuration, with its default and its bounds.
+
+Structs only: config.py reads and checks them, configs/edged.toml documents each key.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Gears = Annotated[tuple[PositiveInt, ...], msgspec.Meta(min_length=1)]
+# Bounded, for inf is a float too: no time-out is longer than a year.
+YEAR_S = 366 * 86400.0
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=YEAR_S)]
+Slots = Annotated[int, msgspec.Meta(ge=1, le=256)]
+ChunkTokens = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+EngineName = Literal["npu", "cpu"]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all sections."""
+
+
+class Http(Section, frozen=True):
+    host: str = "127.0.0.1"
+    port: Port = 8090
+    unix_socket: str = "auto"
+    api_keys_file: str = ""
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: PositiveInt = 1 << 20
+    body_timeout_s: PositiveSeconds = 30.0
+    write_timeout_s: PositiveSeconds = 10.0
+    ping_interval_s: PositiveSeconds = 15.0
+
+
+class Mqtt(Section, frozen=True):
+    url: str = ""
+    username: str = ""
+    password_file: str = ""
+    ca_file: str = ""
+    client_id: str = ""
+    base: str = "edged/v1"
+    reply_allow: tuple[str, ...] = ("edged/v1/reply/#",)
+    plain_text: bool = True
+    max_request_bytes: PositiveInt = 256 * 1024
+    max_inflight: PositiveInt = 64
+    chunk_interval_s: PositiveSeconds = 0.15
+    keepalive_s: PositiveInt = 30
+    reconnect_max_s: PositiveSeconds = 60.0
+
+
+class Model(Section, frozen=True):
+    path: str = ""
+    name: str = ""
+    context_tokens: Count = 0
+
+
+class Cpu(Section, frozen=True):
+    slots: Slots = 8
+    threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    prefill_chunk: ChunkTokens = 64
+    dtype: Literal["auto", "int8", "fp32"] = "auto"
+
+
+class Npu(Section, frozen=True):
+    required: bool = False
+    model: str = ""
+    twin: str = ""
+    slots: Slots = 8
+    context_gears: Gears = (512, 2048)
+    batch_gears: Gears = (1, 4, 8)
+    prefill_chunk: ChunkTokens = 64
+    dtype: Literal["fp16", "fp32"] = "fp16"
+
+
+class Engines(Section, frozen=True):
+    chain: tuple[EngineName, ...] = ("cpu",)
+    restart_budget: PositiveInt = 5
+    restart_window_s: PositiveSeconds = 300.0
+    restart_backoff_s: PositiveSeconds = 0.5
+    restart_backoff_max_s: PositiveSeconds = 60.0
+    start_timeout_s: PositiveSeconds = 600.0
+
+
+class Queue(Section, frozen=True):
+    max_requests: PositiveInt = 64
+    max_tokens: PositiveInt = 262_144
+    aging_s: PositiveSeconds = 10.0
+
+
+class Generation(Section, frozen=True):
+    max_tokens: PositiveInt = 1024
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.7
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+
+
+class Log(Section, frozen=True):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "console", "json"] = "auto"
+
+
+class Config(Section, frozen=True):
+    node: str = ""
+    state_dir: str = ""
+    drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=YEAR_S)] = 20.0
+    http: Http = Http()
+    mqtt: Mqtt = Mqtt()
+    model: Model = Model()
+    engines: Engines = Engines()
+    cpu: Cpu = Cpu()
+    npu: Npu = Npu()
+    queue: Queue = Queue()
+    generation: Generation = Generation()
+    log: Log = Log()
