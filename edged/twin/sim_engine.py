@@ -10,7 +10,6 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from edged.core import Health, Limits, Request, Step
 from edged.errors import EngineFault
@@ -272,7 +271,7 @@ def blocking_plan(
         view = min(filling, key=lambda v: v.order)
         rows = view.remaining - 1  # the last prompt token goes with the first decode step
         step = StepPlan("prefill", view.index, 1, rows, memory.context, ((view.index, rows),))
-        return step, replace(memory, last="prefill")
+        return step, memory._replace(last="prefill")
     if not views:
         return None, memory
     fresh = tuple((view.index, 1) for view in views)

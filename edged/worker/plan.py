@@ -8,8 +8,8 @@ to the shortest prompt. Never touches memory or a clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from edged.core import Limits
 
@@ -43,8 +43,7 @@ class SlotView:
     order: int
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """Run slots lo .. lo+batch-1 at T = tokens, S = context; fresh: (slot, new rows) of each."""
 
     kind: Kind
@@ -63,8 +62,7 @@ class Move:
     target: int
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """What a plan remembers of the steps before it."""
 
     context: int
@@ -91,19 +89,19 @@ def plan_step(
     if filling and (not ready or memory.last == "decode"):
         view = min(filling, key=lambda v: (v.remaining if memory.favour_short else 0, v.order))
         step = _prefill(view, limits, gears)
-        memory = replace(memory, last="prefill", favour_short=not memory.favour_short)
+        memory = memory._replace(last="prefill", favour_short=not memory.favour_short)
         return _at_context(step, views, gears, memory)
     members, most = _members(ready, limits, gears)
     step = _decode(members, slots, gears)
     wanted = min(len(ready), most)
     wide = step.batch > gear(wanted, gears.batch) or len(members) < wanted
-    memory = replace(memory, wide_steps=memory.wide_steps + 1 if wide else 0)
+    memory = memory._replace(wide_steps=memory.wide_steps + 1 if wide else 0)
     if memory.wide_steps >= COMPACT_AFTER_STEPS:
-        memory = replace(memory, wide_steps=0)
+        memory = memory._replace(wide_steps=0)
         move = _compaction(ready, {v.index for v in views}, slots)
         if move is not None:
             return move, memory
-    return _at_context(step, views, gears, replace(memory, last="decode"))
+    return _at_context(step, views, gears, memory._replace(last="decode"))
 
 
 def _prefill(view: SlotView, limits: Limits, gears: Gears) -> StepPlan:
@@ -148,15 +146,15 @@ def _at_context(
     fresh = dict(step.fresh)
     needed = gear(max(v.rows + fresh.get(v.index, 0) for v in views), gears.context)
     if needed >= memory.context:
-        memory = replace(memory, context=needed, roomy_steps=0, roomy_context=0)
+        memory = memory._replace(context=needed, roomy_steps=0, roomy_context=0)
     else:
         sufficed = max(needed, memory.roomy_context)
         if memory.roomy_steps + 1 >= SHRINK_AFTER_STEPS:
-            memory = replace(memory, context=sufficed, roomy_steps=0, roomy_context=0)
+            memory = memory._replace(context=sufficed, roomy_steps=0, roomy_context=0)
         else:
             steps = memory.roomy_steps + 1
-            memory = replace(memory, roomy_steps=steps, roomy_context=sufficed)
-    return replace(step, context=memory.context), memory
+            memory = memory._replace(roomy_steps=steps, roomy_context=sufficed)
+    return step._replace(context=memory.context), memory
 
 
 def _compaction(ready: Sequence[SlotView], busy: set[int], slots: int) -> Move | None:

@@ -60,7 +60,8 @@ class Interface:
         self.inputs = [self._port(t, t.name) for t in header.inputs]
         self.outputs = [self._port(t, header.output_name(i)) for i, t in enumerate(header.outputs)]
         self.dynamic = bool(header.gears)
-        self.open_dims = [d for t in header.inputs for d in t.dims if isinstance(d, str)]
+        self.declared = [d for t in header.inputs for d in t.dims]
+        self.open_dims = [d for d in self.declared if isinstance(d, str)]
         if self.dynamic:
             setter = om.Tensor(codes.DYNAMIC_TENSOR_NAME, "int64", [len(self.open_dims)])
             self.inputs.append(self._port(setter, setter.name))
@@ -89,8 +90,10 @@ class Model(Interface):
         self.costs: dict[tuple[int, float, float], tuple[float, float]] = {}  # execution.py's
         self._bound: dict[Any, Bound] = {}
         self._by_setting: dict[bytes, om.Gear] = {}
+        self._by_dims: dict[tuple[int, ...], om.Gear] = {}  # all dims of all inputs
         for gear in self.gears:
             values = self.values(gear)
+            self._by_dims[tuple(gear[d] if isinstance(d, str) else d for d in self.declared)] = gear
             for kind in "QI":  # the setter writes 8 bytes per value, 4 into a short buffer
                 self._by_setting[struct.pack(f"{len(values)}{kind}", *values)] = gear
         self._session = _session(path, found, threads)
@@ -103,24 +106,35 @@ class Model(Interface):
         """Write the gear of these dims (all dims of all inputs) into the caller's buffer."""
         if buffer.address == 0:
             raise Failure(codes.GE_DYNAMIC_INPUT_ADDR, "the shape buffer is null")
-        declared = [d for t in self.header.inputs for d in t.dims]
-        if len(dims) != len(declared):
-            raise Failure(
-                codes.GE_DYNAMIC_INPUT_LENGTH,
-                f"{len(dims)} dims given, the inputs have {len(declared)} in all",
-            )
-        values = []
-        for given, known in zip(dims, declared, strict=True):
-            if isinstance(known, str):
-                values.append(given)
-            elif given != known:
-                raise Failure(codes.GE_DYNAMIC_INPUT_LENGTH, f"{given} for a fixed dim of {known}")
-        self.set_values(values, buffer, locate)
+        gear = self._by_dims.get(tuple(dims))
+        if gear is not None:
+            self._choose(gear, buffer, locate)
+        else:
+            self.set_values(self._values_of(dims), buffer, locate)
 
     def set_values(self, values: Sequence[int], buffer: DataBuffer, locate: Locate) -> None:
         gear = next((g for g in self.gears if self.values(g) == tuple(values)), None)
         if gear is None:
             raise Failure(codes.GE_DYNAMIC_BATCH_SIZE, f"{tuple(values)} is none of the gears")
+        self._choose(gear, buffer, locate)
+
+    def _values_of(self, dims: Sequence[int]) -> list[int]:
+        """The open ones of all dims. Raises Failure for what is no gear's."""
+        if len(dims) != len(self.declared):
+            raise Failure(
+                codes.GE_DYNAMIC_INPUT_LENGTH,
+                f"{len(dims)} dims given, the inputs have {len(self.declared)} in all",
+            )
+        values = []
+        for given, known in zip(dims, self.declared, strict=True):
+            if isinstance(known, str):
+                values.append(given)
+            elif given != known:
+                raise Failure(codes.GE_DYNAMIC_INPUT_LENGTH, f"{given} for a fixed dim of {known}")
+        return values
+
+    def _choose(self, gear: om.Gear, buffer: DataBuffer, locate: Locate) -> None:
+        values = self.values(gear)
         if buffer.size_bytes < 4 * len(values):
             raise Failure(codes.GE_DYNAMIC_INPUT_LENGTH, f"{buffer.size_bytes} bytes are too few")
         wide = buffer.size_bytes >= _SETTER_ITEM_BYTES * len(values)

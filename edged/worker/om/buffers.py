@@ -20,7 +20,7 @@ from edged.worker.om.cache import CacheShape, NewRows
 from edged.worker.om.codes import DEVICE_TO_HOST, HOST_TO_DEVICE
 from edged.worker.om.ports import SMALL_INPUTS, Shape
 
-_INT_BYTES = 4
+_INT_BYTES = _FLOAT_BYTES = 4
 _OPEN_DIMS = 7  # of the small inputs; each cache input adds one
 _SETTER_BYTES = 8  # per open dim
 DTYPES: dict[str, type[np.floating[Any]]] = {"fp32": np.float32, "fp16": np.float16}
@@ -48,7 +48,7 @@ def buffer_sizes(
         "logit_idx": batch * _INT_BYTES,
         "kv_pos": context * _INT_BYTES,
         "shape": (_OPEN_DIMS + cache.planes) * _SETTER_BYTES,
-        "logits": batch * spec.vocab * np.dtype(np.float32).itemsize,
+        "logits": batch * spec.vocab * _FLOAT_BYTES,
         "new": cache.planes * piece_bytes(plane),
         "work": work_bytes,
         "cache": cache.size_bytes(context),
@@ -68,6 +68,12 @@ class Buffers:
         if not device.shared:
             self._host_inputs = self._pin(self._span)
             self._host_logits = self._pin(arena.size_bytes("logits"))
+        counts = {n: arena.size_bytes(n) // _INT_BYTES for n in SMALL_INPUTS}
+        self._ints = {name: self._int_view(name, count) for name, count in counts.items()}
+        rows = arena.size_bytes("logits") // (self._vocab * _FLOAT_BYTES)
+        size_bytes = rows * self._vocab * _FLOAT_BYTES
+        logits: Floats = view(self._host_logits, size_bytes).view(np.float32)
+        self._logits = logits.reshape(rows, self._vocab)
         self.plane_stride = arena.size_bytes("new") // cache_shape(spec, slots).planes
         self._write_positions()
 
@@ -79,18 +85,17 @@ class Buffers:
             ("past_len", batch.past_len),
             ("logit_idx", batch.logit_idx),
         ):
-            self._ints(name, values.size)[:] = values.reshape(-1)
+            self._ints[name][: values.size] = values.reshape(-1)
         if not self._device.shared:
             self._device.copy_later(self._start, self._host_inputs, self._span, HOST_TO_DEVICE)
 
     def fetch_logits(self, batch: int) -> Floats:
         """[B, V]; on a card they are there only after the stream was synchronised."""
-        size_bytes = batch * self._vocab * np.dtype(np.float32).itemsize
         if not self._device.shared:
             source = self._arena.address("logits")
+            size_bytes = batch * self._vocab * _FLOAT_BYTES
             self._device.copy_later(self._host_logits, source, size_bytes, DEVICE_TO_HOST)
-        found: Floats = view(self._host_logits, size_bytes).view(np.float32)
-        return found.reshape(batch, self._vocab)
+        return self._logits[:batch]
 
     def new_rows(self, batch: int, tokens: int) -> NewRows:
         return NewRows(self._arena.address("new"), self.plane_stride, batch, tokens)
@@ -99,7 +104,7 @@ class Buffers:
         for address in self._pinned:
             self._device.free_pinned(address)
 
-    def _ints(self, name: str, count: int) -> npt.NDArray[np.int32]:
+    def _int_view(self, name: str, count: int) -> npt.NDArray[np.int32]:
         place = self._host_inputs + self._arena.address(name) - self._start
         found: npt.NDArray[np.int32] = view(place, count * _INT_BYTES).view(np.int32)
         return found
