@@ -20,7 +20,7 @@ import msgspec
 
 from edged.errors import ConfigError
 from edged.machine import default_node, default_state_dir
-from edged.settings import Config, Section
+from edged.settings import Config, Levers, Section, Sensors
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -142,7 +142,35 @@ def _checked(config: Config) -> Config:
             "mqtt.url: use mqtt://host[:port] or mqtts://host[:port]; the user goes into "
             "mqtt.username, the password into mqtt.password_file"
         )
+    _check_levers(config.levers)
+    _check_sensors(config.sensors)
     return config
+
+
+def _check_sensors(sensors: Sensors) -> None:
+    if sensors.good_reads > sensors.of_reads:
+        raise ConfigError("sensors.good_reads: may not be more than sensors.of_reads")
+    if "auto" in sensors.sources and len(sensors.sources) > 1:
+        raise ConfigError('sensors.sources: "auto" stands alone; or name each source in order')
+    if len(set(sensors.sources)) < len(sensors.sources):
+        raise ConfigError("sensors.sources: name each source once")
+    if "command" in sensors.sources and not sensors.command:
+        raise ConfigError("sensors.command: is empty, but sensors.sources names it")
+
+
+def _check_levers(levers: Levers) -> None:
+    pair = (levers.frequency_get, levers.frequency_set, levers.frequencies_mhz)
+    if not any(pair):
+        return
+    if not all(pair):
+        raise ConfigError(
+            "levers.frequency_get: goes with frequency_set and frequencies_mhz; set all or none"
+        )
+    if not any("{mhz}" in word for word in levers.frequency_set):
+        raise ConfigError('levers.frequency_set: has no "{mhz}", which stands for the new clock')
+    gears = levers.frequencies_mhz
+    if len(gears) < 2 or list(gears) != sorted(set(gears)):
+        raise ConfigError("levers.frequencies_mhz: at least two clocks, ascending")
 
 
 def _is_broker_url(url: str) -> bool:

@@ -16,9 +16,11 @@ Gears = Annotated[tuple[PositiveInt, ...], msgspec.Meta(min_length=1)]
 # Bounded, for inf is a float too: no time-out is longer than a year.
 YEAR_S = 366 * 86400.0
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=YEAR_S)]
+PositiveMhz = Annotated[float, msgspec.Meta(gt=0, le=1e5)]
 Slots = Annotated[int, msgspec.Meta(ge=1, le=256)]
 ChunkTokens = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 EngineName = Literal["npu", "cpu"]
+SensorName = Literal["auto", "dcmi", "npu-smi", "linux", "command"]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,6 +101,30 @@ class Generation(Section, frozen=True):
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
 
+class Sensors(Section, frozen=True):
+    sources: tuple[SensorName, ...] = ("auto",)
+    interval_s: PositiveSeconds = 1.0
+    standby_interval_s: PositiveSeconds = 15.0
+    timeout_s: PositiveSeconds = 5.0
+    stale_s: PositiveSeconds = 5.0
+    good_reads: Annotated[int, msgspec.Meta(ge=1, le=100)] = 2
+    of_reads: Annotated[int, msgspec.Meta(ge=1, le=100)] = 3
+    chip: Annotated[int, msgspec.Meta(ge=0, le=63)] = 0
+    dcmi_library: str = ""
+    npu_smi: str = ""
+    linux_root: str = "/sys"
+    linux_name: str = ""
+    command: tuple[str, ...] = ()
+
+
+class Levers(Section, frozen=True):
+    helper_socket: str = "/run/edged-levers/levers.sock"
+    frequency_get: tuple[str, ...] = ()
+    frequency_set: tuple[str, ...] = ()
+    frequencies_mhz: tuple[PositiveMhz, ...] = ()
+    timeout_s: PositiveSeconds = 5.0
+
+
 class Log(Section, frozen=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "console", "json"] = "auto"
@@ -116,4 +142,6 @@ class Config(Section, frozen=True):
     npu: Npu = Npu()
     queue: Queue = Queue()
     generation: Generation = Generation()
+    sensors: Sensors = Sensors()
+    levers: Levers = Levers()
     log: Log = Log()
