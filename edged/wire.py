@@ -14,8 +14,9 @@ import msgspec
 
 from edged.errors import WireError
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 1 << 20
+SELF_TEST_WAIT_S = 30.0
 _LENGTH = struct.Struct(">I")
 
 
@@ -27,7 +28,11 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Launch(Message, frozen=True):
-    """What to load. model_dir holds model.json; context_tokens caps the model's own context."""
+    """What to load. model_dir holds model.json; context_tokens caps the model's own context.
+
+    golden_dir: a writable folder for the answers of models that came without a golden one;
+    empty = none are recorded.
+    """
 
     engine: str
     model_dir: str
@@ -35,6 +40,7 @@ class Launch(Message, frozen=True):
     context_tokens: int
     threads: int
     prefill_chunk: int
+    golden_dir: str = ""
 
 
 class Submit(Message, frozen=True):
@@ -75,6 +81,14 @@ class SetLimits(Message, frozen=True):
     admit: bool
 
 
+class SelfTest(Message, frozen=True):
+    """Run the golden prompt between two steps; answered by one SelfTested.
+
+    It waits at most SELF_TEST_WAIT_S for a free slot, then runs under the deadline of a Phase.
+    Running streams lose that moment and nothing else.
+    """
+
+
 class Shutdown(Message, frozen=True):
     """Close the device and exit 0."""
 
@@ -90,7 +104,7 @@ class Hello(Message, frozen=True):
 class Phase(Message, frozen=True):
     """A promise: the next frame follows within deadline_s, or the worker is judged hung.
 
-    name: "loading" or "step". deadline_s 0 = idle, no promise.
+    name: "loading", "self_test" or "step". deadline_s 0 = idle, no promise.
     """
 
     name: str
@@ -140,15 +154,31 @@ class Report(Message, frozen=True):
     deadline_s: float
 
 
+class SelfTested(Message, frozen=True):
+    """ok False: the engine's output is wrong, detail says where and what differed.
+
+    ran False (with ok True): nothing was tested, detail says why. seconds: the test's own time.
+    A Phase follows, for the streams that go on or idle.
+    """
+
+    ok: bool
+    detail: str
+    seconds: float
+    ran: bool = True
+
+
 class Fault(Message, frozen=True):
-    """The worker cannot go on and exits; kind: "load", "memory", "fatal", "internal"."""
+    """The worker cannot go on and exits; kind: "load", "memory", "self_test", "fatal", "internal".
+
+    detail of "memory" begins with where it was: "load:", "prefill:" or "decode:".
+    """
 
     kind: str
     detail: str
 
 
-ToWorker = Union[Launch, Submit, Cancel, SetLimits, Shutdown]  # noqa: UP007
-ToDaemon = Union[Hello, Phase, Ready, Report, Fault]  # noqa: UP007
+ToWorker = Union[Launch, Submit, Cancel, SetLimits, SelfTest, Shutdown]  # noqa: UP007
+ToDaemon = Union[Hello, Phase, Ready, Report, SelfTested, Fault]  # noqa: UP007
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)

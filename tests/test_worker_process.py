@@ -67,13 +67,15 @@ class Daemon:
             heard.append(self.hear())
         return heard
 
-    def launch(self, folder: Path, **more: int) -> wire.Ready:
+    def launch(self, folder: Path, golden_dir: str = "", **more: int) -> wire.Ready:
         assert isinstance(self.hear(), wire.Hello)
         fields = {"slots": 4, "context_tokens": 0, "threads": 2, "prefill_chunk": 64} | more
-        self.say(wire.Launch("cpu", str(folder), **fields))
-        loading, ready = self.hear(), self.hear()
+        self.say(wire.Launch("cpu", str(folder), **fields, golden_dir=golden_dir))
+        loading, testing, ready = self.hear(), self.hear(), self.hear()
         assert isinstance(loading, wire.Phase) and loading.name == "loading"
         assert loading.deadline_s > 60
+        assert isinstance(testing, wire.Phase) and testing.name == "self_test"
+        assert testing.deadline_s > 10
         assert isinstance(ready, wire.Ready), ready
         return ready
 

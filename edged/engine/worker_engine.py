@@ -168,6 +168,8 @@ class WorkerEngine:
             self._on_hello(message)
         elif isinstance(message, wire.Ready):
             self._on_ready(message)
+        elif isinstance(message, wire.SelfTested):
+            log.info("self_test", engine=self.name, ok=message.ok, detail=message.detail)
         else:
             self._cause = f"{message.kind}: {message.detail}"
             log.error("engine_fault", engine=self.name, kind=message.kind, detail=message.detail)

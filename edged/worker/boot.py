@@ -1,4 +1,4 @@
-"""From the first frame to the step loop: hello, launch, load, warm up, ready, serve.
+"""From the first frame to the step loop: hello, launch, load, warm up, self test, ready, serve.
 
 Every way a worker can end leaves through here as one Fault frame and an exit code.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 from edged import wire
@@ -15,10 +16,14 @@ from edged.core import Limits
 from edged.errors import EdgedError, WireError
 from edged.worker.contract import GRAPH_FILE, ContractError, ModelSpec, read_spec
 from edged.worker.executor import DeviceFault, Executor, StepError, empty_batch
+from edged.worker.faults import located
 from edged.worker.link import Link, LinkClosed
 from edged.worker.loop import StepLoop
+from edged.worker.pace import Pace
 from edged.worker.plan import gear
+from edged.worker.probe import deadline_s
 from edged.worker.rules import log
+from edged.worker.selftest import SelfTester, SelfTestError, prove
 from edged.worker.submit import MAX_SLOTS
 
 _GRAPH_FILES = {"cpu": GRAPH_FILE, "npu": "model.om"}
@@ -35,7 +40,9 @@ def run(link: Link, engine: str) -> int:
     except LinkClosed:
         return 0
     except MemoryError as error:
-        return _fault(link, "memory", str(error) or "out of memory")
+        return _fault(link, "memory", str(error))
+    except SelfTestError as error:
+        return _fault(link, "self_test", str(error))
     except ContractError as error:
         return _fault(link, "load", str(error))
     except (StepError, DeviceFault) as error:
@@ -64,15 +71,47 @@ def _serve(link: Link, engine: str, launch: wire.Launch) -> None:
     graph_file = _GRAPH_FILES[engine]
     spec = read_spec(Path(launch.model_dir), launch.context_tokens, graph_file)
     link.send(wire.Phase("loading", load_deadline_s(spec.weight_bytes())))
-    executor = open_executor(engine, spec, launch)
-    slowest_s = warm_up(executor, launch)
+    with located("load"):
+        executor = open_executor(engine, spec, launch)
+        slowest_s = warm_up(executor, launch)
+        load_s = time.monotonic() - started_s
+        log(f"loaded {spec.name} in {load_s:.1f} s, slowest warm-up step {slowest_s * 1e3:.0f} ms")
+        tester = _self_test(link, engine, executor, spec, launch, slowest_s)
     load_s = time.monotonic() - started_s
-    log(f"loaded {spec.name} in {load_s:.1f} s, slowest warm-up step {slowest_s * 1e3:.0f} ms")
     link.send(wire.Ready(spec.name, spec.vocab_tokens, spec.context_tokens, launch.slots, load_s))
     gc.freeze()  # what is loaded stays: collections need not look at it again
     limits = Limits(launch.slots, prefill_chunk=launch.prefill_chunk)
-    StepLoop(link, executor, spec, limits, launch.slots, slowest_s).serve()
+    with located("decode"):  # what a step does not tell better itself
+        StepLoop(link, executor, spec, limits, launch.slots, slowest_s, tester=tester).serve()
     executor.close()
+
+
+def _self_test(
+    link: Link,
+    engine: str,
+    executor: Executor,
+    spec: ModelSpec,
+    launch: wire.Launch,
+    slowest_s: float,
+) -> SelfTester:
+    """Raises SelfTestError where the output is wrong."""
+    started_s = time.monotonic()
+    step_deadline_s = Pace(slowest_s).deadline_s(started_s, 1.0)
+    link.send(wire.Phase("self_test", deadline_s(step_deadline_s)))
+    tester = prove(executor, spec, launch, partial(library_version, engine))
+    log(f"self test passed in {time.monotonic() - started_s:.2f} s")
+    return tester
+
+
+def library_version(engine: str) -> str:
+    """The runtime that executes the graph, and its version."""
+    if engine == "cpu":
+        from edged.worker import ort
+
+        return ort.library_version()
+    from edged.worker import om
+
+    return om.library_version()
 
 
 def load_deadline_s(weight_bytes: int) -> float:

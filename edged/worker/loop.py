@@ -9,23 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from edged import wire
 from edged.core import Limits
 from edged.errors import WireError
 from edged.worker.contract import ModelSpec
-from edged.worker.executor import Batch, Executor, Floats, StepError, empty_batch
+from edged.worker.executor import Executor, Floats, StepError
+from edged.worker.faults import STEP_ATTEMPTS, located
 from edged.worker.link import Link
 from edged.worker.pace import Pace
 from edged.worker.plan import Memory, Move, StepPlan, plan_step
+from edged.worker.probe import Probe
+from edged.worker.rows import batch_of
 from edged.worker.rules import log
 from edged.worker.sampler import FAULT, Draw, Sampler
+from edged.worker.selftest import SelfTester
 from edged.worker.slots import Slot, SlotTable
 from edged.worker.stream import Stream
 from edged.worker.submit import finish_at_once, refusal
-
-_STEP_ATTEMPTS = 3
 
 
 class StepLoop:
@@ -38,6 +38,7 @@ class StepLoop:
         slots: int,
         slowest_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        tester: SelfTester | None = None,
     ) -> None:
         self._link = link
         self._executor = executor
@@ -53,6 +54,7 @@ class StepLoop:
         self._arrivals = 0
         self._failed_attempts = 0
         self._promised = False
+        self._probe = Probe(link, executor, tester, clock)
 
     def serve(self) -> None:
         """Until Shutdown. Raises LinkClosed, WireError, MemoryError, StepError."""
@@ -71,9 +73,12 @@ class StepLoop:
         if self._ended:
             self._report(self._ended, None, 0.0)
             self._ended = []
+        self._self_test()
         plan = self._next_plan()
         if plan is not None and self._pause_s(plan) <= 0:
-            self._step(plan)
+            with located(plan.kind):
+                self._step(plan)
+            self._self_test()  # here, for a slot that came free is still nobody's
         return True
 
     # --- what the daemon says --------------------------------------------------------------------
@@ -93,6 +98,8 @@ class StepLoop:
             )
             if self._streams:
                 self._promise()
+        elif isinstance(message, wire.SelfTest):
+            self._probe.ask()
         else:
             raise WireError(f"unexpected {type(message).__name__} frame while serving")
 
@@ -133,9 +140,11 @@ class StepLoop:
         if not self._promised:
             self._promise()
         started_s = self._clock()
-        self._fit_context(plan.context)
+        with located(f"{plan.kind}: caches of {plan.context} tokens"):
+            self._fit_context(plan.context)
         try:
-            logits = self._executor.run(self._batch(plan))
+            batch = batch_of(plan, self._table.slots, self._spec.max_context_tokens)
+            logits = self._executor.run(batch)
         except StepError as error:
             self._retry_or_raise(error)
             return
@@ -146,22 +155,6 @@ class StepLoop:
         ended_s = self._clock()
         self._pace.record(started_s, ended_s, closes, self._limits.duty)
         self._report(rows, plan, ended_s - started_s)
-
-    def _batch(self, plan: StepPlan) -> Batch:
-        batch = empty_batch(plan.lo, plan.batch, plan.tokens)
-        own_context = self._spec.max_context_tokens
-        for index, count in plan.fresh:
-            slot, row = self._table.slots[index], index - plan.lo
-            past = slot.rows
-            batch.input_ids[row, :count] = slot.tokens[past : past + count]
-            batch.position_ids[row] += past
-            if count < plan.tokens:
-                # Padding stays within the tables, above every valid position.
-                np.minimum(batch.position_ids[row], own_context, out=batch.position_ids[row])
-            batch.past_len[row, 0] = past
-            batch.logit_idx[row] += count - 1
-            batch.fresh[row] = count
-        return batch
 
     def _commit(self, plan: StepPlan, logits: Floats) -> list[wire.Row]:
         """Count the new rows and draw a token for each; the news of those that came to count.
@@ -228,9 +221,17 @@ class StepLoop:
     def _retry_or_raise(self, error: StepError) -> None:
         """Nothing was counted, so the same step is planned again; a lasting fault is fatal."""
         self._failed_attempts += 1
-        log(f"step failed, attempt {self._failed_attempts} of {_STEP_ATTEMPTS}: {error}")
-        if self._failed_attempts >= _STEP_ATTEMPTS:
+        log(f"step failed, attempt {self._failed_attempts} of {STEP_ATTEMPTS}: {error}")
+        if self._failed_attempts >= STEP_ATTEMPTS:
             raise error
+
+    def _self_test(self) -> None:
+        """The one that was asked for, if it can run now."""
+        if self._probe.left_s() is None:
+            return
+        step_deadline_s = self._pace.deadline_s(self._clock(), 1.0)
+        if self._probe.answer(self._table, self._paused(), step_deadline_s):
+            self._promise()
 
     # --- what the daemon hears -------------------------------------------------------------------
 
@@ -261,7 +262,7 @@ class StepLoop:
     def _wait_s(self) -> float | None:
         """How long nothing but the socket matters; None = until it says something."""
         if not self._runnable():
-            return None
+            return self._probe.left_s()
         plan = self._next_plan() if self._limits.duty < 1 else None
         return self._pause_s(plan) if plan is not None else 0.0
 
@@ -280,4 +281,7 @@ class StepLoop:
         return self._pace.deadline_s(self._clock(), self._limits.duty)
 
     def _runnable(self) -> bool:
-        return bool(self._streams) and self._limits.max_batch > 0 and self._limits.duty > 0
+        return bool(self._streams) and not self._paused()
+
+    def _paused(self) -> bool:
+        return self._limits.max_batch <= 0 or self._limits.duty <= 0

@@ -165,6 +165,10 @@ class OrtExecutor:
         return self._scratch[name][: int(np.prod(shape))].reshape(shape)
 
 
+def library_version() -> str:
+    return f"onnxruntime {ort.__version__}"
+
+
 def context_gears(context_tokens: int) -> tuple[int, ...]:
     """Powers of two from 256 on, the last one the context itself."""
     gears = []
