@@ -6,6 +6,7 @@ of the event loop's clock unless a name says otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,12 +40,50 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class ChatMessage:
+    """One message of a conversation, validated for shape by the ingress.
+
+    content: text (parts already joined); None = no text, as beside tool calls.
+    tool_calls: OpenAI's objects ({"id", "type", "function": {"name", "arguments"}}); arguments
+    reach the template as an object or as JSON text, whichever it was written for.
+    extra: further fields a template may read ("reasoning_content", ...).
+    """
+
+    role: str
+    content: str | None = None
+    name: str | None = None
+    tool_calls: Sequence[Mapping[str, object]] = ()
+    tool_call_id: str | None = None
+    extra: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The conversation behind a Request. continue_final: its last message is the assistant's and
+    is to be continued, not answered."""
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Mapping[str, object], ...] = ()
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    continue_final: bool = False
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The raw text behind a Request."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Request:
     """One generation asked for, validated and tokenised; knows nothing of HTTP or MQTT.
 
     prompt_ids is never empty; len(prompt_ids) + max_tokens <= the model's context.
     client: key of fair share ("" = anonymous). priority: 0 lowest .. 9 highest.
     deadline_s: loop time after which nobody wants the answer; None = no deadline.
+    source: the words that prompt_ids were made of, for engines with another tokenizer; None =
+    the client sent ids. Never logged.
     """
 
     id: str
@@ -57,6 +96,7 @@ class Request:
     client: str = ""
     ingress: str = "http"  # label of metrics: "http" or "mqtt"
     deadline_s: float | None = None
+    source: Chat | Prompt | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -78,12 +118,16 @@ class Step:
     Several worker steps may arrive as one Step (deltas coalesce under a slow reader).
     finish: "stop" (end-of-sequence drawn; its id is not in token_ids) or "length".
     logprobs: one per id of token_ids, or empty when not asked for.
+    text: new characters, from an engine whose ids mean nothing here (token_ids is empty then).
+    tokens: how many tokens such an engine has drawn in this run so far; None = it does not say.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: Literal["stop", "length"] | None = None
     cached_tokens: int | None = None  # prompt tokens taken from a slot's cache; on the first Step
+    text: str | None = None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,16 +138,26 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that arrived with it; text without ids counts as one."""
+        return len(self.token_ids) or int(bool(self.text))
+
 
 @dataclass(frozen=True)
 class EngineSpan:
-    """Which engine wrote generated tokens from_token .. to_token (exclusive), and why it began."""
+    """Which engine wrote generated tokens from_token .. to_token (exclusive), and why it began.
+
+    approximate: it went on from the text written so far, not from its ids, so the same seed may
+    give other words.
+    """
 
     name: str
     model: str
     from_token: int
     to_token: int
     reason: str = "first"
+    approximate: bool = False
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,10 @@ class EngineFault(EdgedError):
     code = "engine_fault"
 
 
+class EngineBusy(EngineFault):
+    """The engine cannot take this stream now, and has written nothing of it: it may come again."""
+
+
 class WireError(EngineFault):
     """A frame that cannot be sent or understood; the peer is treated as lost."""
 

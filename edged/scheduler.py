@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import structlog
 
 from edged.core import Finish, FinishReason, Request
-from edged.engine import Engine, Run
+from edged.engine import Link, Run, TextEngine
 from edged.engine.stream import Stream
 from edged.engine.writer import Writer
-from edged.errors import EngineFault, RequestError, RowFault
+from edged.errors import EngineBusy, EngineFault, RequestError, RowFault
 from edged.queue import Queue, Waiting
 from edged.text.model import TextModel
 
@@ -48,7 +48,7 @@ class Scheduler:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[Link],
         texts: Mapping[str, TextModel],
         queue: Queue[Stream],
         on_finish: Callable[[Request, Finish], None] = lambda request, finish: None,
@@ -70,9 +70,9 @@ class Scheduler:
         """Admit or refuse before the first byte; a refusal is a RequestError, raised at once.
 
         1. draining -> shutting_down  2. no engine can serve soon -> model_loading or
-        engine_unavailable  3. queue full, by requests or tokens -> queue_full
-        4. deadline already past -> deadline_exceeded  5. queued; dispatched at once if a
-        slot is free.
+        engine_unavailable, or can do what is asked -> unsupported_parameter  3. queue full, by
+        requests or tokens -> queue_full  4. deadline already past -> deadline_exceeded
+        5. queued; dispatched at once if a slot is free.
         """
         now_s = asyncio.get_running_loop().time()
         refusal = self._refusal(request, now_s)
@@ -102,6 +102,10 @@ class Scheduler:
                 detail = "; ".join(f"{e.name}: {e.health().detail}" for e in self._engines)
                 message = f"no engine can serve now ({detail})"
                 return RequestError("engine_unavailable", message, retry_after_s=10)
+        lacks = [unsuited(engine, request) for engine in self._engines]
+        if all(lacks):
+            message = f"{lacks[0]}: no engine of this node can do that; leave it out"
+            return RequestError("unsupported_parameter", message, lacks[0])
         if not self._queue.has_room(request):  # 3
             message = f"{len(self._queue)} requests are waiting; the queue is full"
             return RequestError("queue_full", message, retry_after_s=self._retry_after_s())
@@ -117,19 +121,21 @@ class Scheduler:
     def dispatch(self) -> None:
         """Start waiting streams while there is room. Called on every change.
 
-        New streams go to the first ready engine of the chain only; one that an engine failed
-        goes first, to any ready engine that did not.
+        New streams go to the first ready engine of the chain that suits them only; one that an
+        engine failed goes first, to any ready engine that did not.
         """
         ready = [engine for engine in self._engines if engine.health().state == "ready"]
         for engine in ready:
-            self._fill(engine, newcomers=engine is ready[0])
+            self._fill(engine, ready)
         for stream in self._waiting():
             if not self._may_wait(stream):
                 self._give_up(stream)
 
-    def _fill(self, engine: Engine, newcomers: bool) -> None:
+    def _fill(self, engine: Link, ready: Sequence[Link]) -> None:
         def suits(stream: Stream) -> bool:
-            return engine.name not in stream.left and (newcomers or bool(stream.left))
+            if not stream.suits(engine):
+                return False
+            return bool(stream.left) or engine is next(filter(stream.suits, ready))
 
         while self._queue and engine.capacity() > 0:
             running = [s.request.client for s, r in self._streams.items() if r is not None]
@@ -139,18 +145,18 @@ class Scheduler:
                 return
             self._start(waiting.item, engine)
 
-    def _start(self, stream: Stream, engine: Engine) -> None:
-        stream.begin(engine)
+    def _start(self, stream: Stream, engine: Link) -> None:
         try:
-            run = engine.run(stream.request, stream.writer.generated)
-        except EngineFault as fault:
+            run = stream.run_on(engine)
+        except (RowFault, EngineFault) as fault:
             self._requeue(stream, fault)  # dispatch, which called us, goes on to the next engine
             return
         self._streams[stream] = _Running(run, asyncio.create_task(self._drive(stream, run)))
 
     def _requeue(self, stream: Stream, fault: RowFault | EngineFault) -> None:
         """The stream goes on where it was, on another engine; with none left it ends here."""
-        stream.leave(fault)
+        if not (isinstance(fault, EngineBusy) and stream.put_back()):
+            stream.leave(fault)
         self._streams[stream] = None
         if not self._may_wait(stream):
             self._give_up(stream)
@@ -160,10 +166,9 @@ class Scheduler:
         self._queue.push(Waiting(stream.request, now_s, stream, first=True))
 
     def _may_wait(self, stream: Stream) -> bool:
-        """Some engine that did not fail it serves now or is about to."""
+        """Some engine that suits it serves now or is about to."""
         return any(
-            engine.health().state != "off" and engine.name not in stream.left
-            for engine in self._engines
+            engine.health().state != "off" and stream.suits(engine) for engine in self._engines
         )
 
     def _give_up(self, stream: Stream) -> None:
@@ -257,3 +262,9 @@ class Scheduler:
             oldest_wait_s=self._queue.oldest_wait_s(now_s),
             draining=self._draining,
         )
+        )
+
+
+def unsuited(engine: Link, request: Request) -> str:
+    """The parameter of a new request that the engine cannot do, "" if it can do all."""
+    return engine.unsuited(request, False) if isinstance(engine, TextEngine) else ""

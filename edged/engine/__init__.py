@@ -7,7 +7,7 @@ state changes at once, waiting happens in the returned `Run`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from edged.core import Health, Limits, Request, Step
 
@@ -47,3 +47,34 @@ class Engine(Protocol):
         """Return when ready. Raises EngineFault when it cannot start."""
 
     async def stop(self) -> None: ...
+
+
+@runtime_checkable
+class TextEngine(Protocol):
+    """An engine whose token ids mean nothing here: another tokenizer, or another machine.
+
+    It takes words (Request.source) and text written so far, and its Steps carry text.
+    """
+
+    name: str
+    model: str
+
+    def capacity(self) -> int: ...
+
+    def health(self) -> Health: ...
+
+    def unsuited(self, request: Request, begun: bool) -> str:
+        """What it cannot do of the request, as the parameter's name; "" = it can do all.
+
+        begun: something is written already.
+        """
+
+    def run_text(self, request: Request, written: str) -> Run:
+        """Start the request, going on after `written`; max_tokens is what is left to write.
+
+        Takes a slot at once. Raises EngineFault when the engine is not ready, EngineBusy when it
+        has no slot.
+        """
+
+
+Link = Engine | TextEngine  # of the chain

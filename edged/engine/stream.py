@@ -10,9 +10,11 @@ import dataclasses
 from collections.abc import Callable
 
 from edged.core import Delta, EngineSpan, Finish, FinishReason, Request, Timings, Usage
-from edged.engine import Engine
+from edged.engine import Link, Run, TextEngine
 from edged.engine.writer import Writer
-from edged.errors import EdgedError
+from edged.errors import EdgedError, RequestError, RowFault
+
+_MOST_RETURNS = 20  # of a stream whose engines are busy whenever it comes; then it moves on or ends
 
 
 class Stream:
@@ -34,6 +36,7 @@ class Stream:
         self.expiry: asyncio.TimerHandle | None = None
         self._cancel = cancel
         self._spans: list[EngineSpan] = []
+        self._returns = 0
         self._deltas: list[Delta] = []
         self._finish_taken = False
         self._waiter: asyncio.Future[None] | None = None
@@ -63,21 +66,58 @@ class Stream:
 
     # --- used by the scheduler -------------------------------------------------------------------
 
-    def begin(self, engine: Engine) -> None:
-        """From here on `engine` writes."""
+    def suits(self, engine: Link) -> bool:
+        """The engine has not failed this stream and can do all that was asked."""
+        if engine.name in self.left:
+            return False
+        if not isinstance(engine, TextEngine):
+            return True
+        return not engine.unsuited(self.request, self.writer.begun)
+
+    def run_on(self, engine: Link) -> Run:
+        """From here on `engine` writes: by ids where it shares the request's tokenizer and all
+        is written in such ids, else by text.
+
+        Raises EngineFault when it is not ready, RowFault when it cannot take this stream.
+        """
         if self.dispatched_s is None:
             self.dispatched_s = asyncio.get_running_loop().time()
+        self._begin_span(engine)
+        writer, request = self.writer, self.request
+        left = request.max_tokens - writer.tokens
+        if isinstance(engine, TextEngine):
+            return engine.run_text(dataclasses.replace(request, max_tokens=left), writer.written)
+        if writer.by_ids:
+            return engine.run(request, writer.generated)
+        try:
+            prefix = writer.ids()
+        except RequestError as error:
+            raise RowFault(f"what was written so far cannot be taken over: {error}") from None
+        # Another tokenizer counted what is written; what is left stays the same.
+        return engine.run(dataclasses.replace(request, max_tokens=len(prefix) + left), prefix)
+
+    def _begin_span(self, engine: Link) -> None:
         reason = list(self.left.values())[-1].code if self.left else "first"
-        at = len(self.writer.generated)
         self._close_span()
-        self._spans.append(EngineSpan(engine.name, engine.model, at, at, reason))
+        at = self.writer.tokens
+        by_text = isinstance(engine, TextEngine) or not self.writer.by_ids
+        approximate = by_text and self.writer.begun
+        self._spans.append(EngineSpan(engine.name, engine.model, at, at, reason, approximate))
+
+    def put_back(self) -> bool:
+        """The engine was busy and wrote nothing: it was never there. False = too often."""
+        self._returns += 1
+        if self._returns > _MOST_RETURNS or self._spans[-1].from_token != self.writer.tokens:
+            return False
+        self._spans.pop()
+        return True
 
     def leave(self, fault: EdgedError) -> None:
         """The engine that writes has failed this stream; it will not get it again."""
         self.left[self._spans[-1].name] = fault
 
     def push(self, delta: Delta) -> None:
-        if self.first_token_s is None and delta.token_ids:
+        if self.first_token_s is None and delta.tokens:
             self.first_token_s = asyncio.get_running_loop().time()
         self._deltas.append(delta)
         self._wake()
@@ -87,14 +127,13 @@ class Stream:
     ) -> None:
         if self.finish is not None:
             return
+        spans = self._close_span()
         self.finish = Finish(
             reason=reason,
             usage=Usage(
-                len(self.request.prompt_ids),
-                len(self.writer.generated),
-                self.writer.cached_tokens,
+                len(self.request.prompt_ids), self.writer.tokens, self.writer.cached_tokens
             ),
-            engines=self._close_span(),
+            engines=spans,
             timings=self._timings(),
             error_code=code,
             error_message=message,
@@ -103,8 +142,9 @@ class Stream:
 
     def _close_span(self) -> tuple[EngineSpan, ...]:
         """The last span ends here; an engine that wrote nothing is still named."""
+        self.writer.settle()
         if self._spans:
-            at = len(self.writer.generated)
+            at = self.writer.tokens
             self._spans[-1] = dataclasses.replace(self._spans[-1], to_token=at)
         return tuple(self._spans)
 

@@ -1,4 +1,4 @@
-"""ChatMessage, and what a client's words become before a chat template sees them.
+"""What a client's words become before a chat template sees them.
 
 Checks every string once: only plain JSON values and only valid Unicode go on. Lone surrogates
 never pass, because inside a template they stand for control tokens (see marks.py).
@@ -11,31 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edged.core import ChatMessage
 from edged.errors import RequestError
+
+__all__ = ["ChatMessage", "Habits", "TemplateValues", "checked_text"]
 
 _MAX_DEPTH = 64
 # Checking costs about a microsecond per value, on the loop.
 _MAX_VALUES = 20_000
 # What a message costs beside its strings when deciding whether a prompt is long.
 _MESSAGE_CHARS = 64
-
-
-@dataclass(frozen=True)
-class ChatMessage:
-    """One message of a conversation, validated for shape by the ingress.
-
-    content: text (parts already joined); None = no text, as beside tool calls.
-    tool_calls: OpenAI's objects ({"id", "type", "function": {"name", "arguments"}}); arguments
-    reach the template as an object or as JSON text, whichever it was written for.
-    extra: further fields a template may read ("reasoning_content", ...).
-    """
-
-    role: str
-    content: str | None = None
-    name: str | None = None
-    tool_calls: Sequence[Mapping[str, object]] = ()
-    tool_call_id: str | None = None
-    extra: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,13 @@ class TextModel:
             return await self._off_loop(lambda: self._prompt_ids(text))
         return self._prompt_ids(text)
 
+    def text_ids(self, text: str) -> list[int]:
+        """Ids of text that was generated, to go on after it: no BOS, "" gives none.
+
+        Raises RequestError when the text spells a control token.
+        """
+        return self._tokens.encode(text)
+
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
         """A fresh one per stream; prompt_ids end where the stream begins."""
         return Detokenizer(self._tokens.text_bytes, prompt_ids)

@@ -109,7 +109,7 @@ class Clients:
             now_s = loop.time()
             if isinstance(event, Delta):
                 bare_s = now_s - self._jitter_s()
-                record.token_times_s += [now_s] * len(event.token_ids)
+                record.token_times_s += [now_s] * event.tokens
                 if before_s is not None:
                     record.gaps_s.append(bare_s - before_s)
                 else:

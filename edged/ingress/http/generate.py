@@ -128,7 +128,7 @@ class Generation:
                     raise error
                 body = reply.whole("".join(texts), logprobs, event)
                 return _json(body)
-            pace.tick(loop.time(), len(event.token_ids))
+            pace.tick(loop.time(), event.tokens)
             texts.append(event.text)
             logprobs += event.logprobs
         raise RuntimeError("a stream ended without its Finish")
@@ -173,7 +173,7 @@ class Generation:
             await sse.send(opening)
         event = await first
         while not isinstance(event, Finish):
-            pace.tick(loop.time(), len(event.token_ids))
+            pace.tick(loop.time(), event.tokens)
             if (chunk := reply.delta(event)) is not None:
                 await sse.send(chunk)
             event = await stream.__anext__()

@@ -157,6 +157,7 @@ def extension_json(head: Head, finish: Finish) -> Json:
                 "from_token": span.from_token,
                 "to_token": span.to_token,
                 "reason": span.reason,
+                "approximate": span.approximate,
             }
             for span in finish.engines
         ],

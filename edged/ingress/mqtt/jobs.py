@@ -151,7 +151,7 @@ class Jobs:
         async with aclosing(stream):
             async for event in stream:
                 if isinstance(event, Delta):
-                    pace.tick(asyncio.get_running_loop().time(), len(event.token_ids))
+                    pace.tick(asyncio.get_running_loop().time(), event.tokens)
                     job.pieces.append(event.text)
                     if job.call.stream:
                         chunks.add(event.text)
