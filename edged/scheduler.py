@@ -262,7 +262,6 @@ class Scheduler:
             oldest_wait_s=self._queue.oldest_wait_s(now_s),
             draining=self._draining,
         )
-        )
 
 
 def unsuited(engine: Link, request: Request) -> str:

@@ -63,9 +63,8 @@ async def test_the_official_client_gets_a_whole_answer(
     assert answer.usage.prompt_tokens_details.cached_tokens == 2  # type: ignore[union-attr]
     assert answer.system_fingerprint and answer.system_fingerprint.startswith("fp_")
     engines = answer.model_extra["edged"]["engines"]  # type: ignore[index]
-    assert engines == [
-        {"name": "cpu", "model": MODEL, "from_token": 0, "to_token": 7, "reason": "first"}
-    ]
+    span = {"name": "cpu", "model": MODEL, "from_token": 0, "to_token": 7, "reason": "first"}
+    assert engines == [span | {"approximate": False}]
     request = site.scheduler.submitted[0].request
     assert request.max_tokens == 5 and request.sampling.seed == 3 and request.ingress == "http"
 
