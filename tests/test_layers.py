@@ -39,10 +39,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "manifest": (),
     "queue": (),
     "ladder": (),
+    "memory": (),
     "wire": (),
     "scheduler": ("engine", "text", "queue"),
     "ingress": ("scheduler", "text", "status", "metrics"),
-    "engine": ("text", "wire", "ladder"),
+    "engine": ("text", "wire", "ladder", "memory"),
     "text": (),
     "worker": ("wire", "text.constraint"),
     "worker.om.binding": ("worker", "twin.acl"),  # the simulated board, reached as `acl`
