@@ -150,6 +150,8 @@ def _checked(config: Config) -> Config:
 def _check_sensors(sensors: Sensors) -> None:
     if sensors.good_reads > sensors.of_reads:
         raise ConfigError("sensors.good_reads: may not be more than sensors.of_reads")
+    if sensors.stale_s < 2 * sensors.interval_s:
+        raise ConfigError("sensors.stale_s: must be at least twice sensors.interval_s")
     if "auto" in sensors.sources and len(sensors.sources) > 1:
         raise ConfigError('sensors.sources: "auto" stands alone; or name each source in order')
     if len(set(sensors.sources)) < len(sensors.sources):
