@@ -18,6 +18,7 @@ from edged.worker.executor import Batch, StepError
 from edged.worker.link import Link
 from edged.worker.loop import StepLoop
 from edged.worker.plan import Gears
+from edged.worker.selftest import SelfTester
 
 VOCAB = 97
 EOS = 7
@@ -171,7 +172,13 @@ def ask(stream: int, tokens: Sequence[int], max_tokens: int = 8, **more: object)
 class Rig:
     """A real step loop on a real socketpair; the test is the daemon and turns the crank."""
 
-    def __init__(self, executor: FakeExecutor, spec: ModelSpec, limits: Limits) -> None:
+    def __init__(
+        self,
+        executor: FakeExecutor,
+        spec: ModelSpec,
+        limits: Limits,
+        tester: SelfTester | None = None,
+    ) -> None:
         self.executor = executor
         self._ours, theirs = socket.socketpair()
         self._ours.setblocking(False)
@@ -179,7 +186,7 @@ class Rig:
         self._frames = wire.DaemonFrames()
         slots = len(executor.cache) if isinstance(executor, FakeExecutor) else limits.max_batch
         clock = {"clock": executor.clock} if isinstance(executor, FakeExecutor) else {}
-        self.loop = StepLoop(Link(theirs), executor, spec, limits, slots, **clock)
+        self.loop = StepLoop(Link(theirs), executor, spec, limits, slots, tester=tester, **clock)
         self.messages: list[wire.ToDaemon] = []
         self.ids: dict[int, list[int]] = {}
         self.ends: dict[int, list[str]] = {}

@@ -102,6 +102,7 @@ def test_a_fault_is_told_before_the_worker_ends(
         found, code = end_of(d)
         assert (found.kind, code) == (kind, 1)
         assert "failed with" in found.detail
+        assert found.detail.startswith("prefill: ") == (kind == "memory")
     Faults(twin).clear()
     with daemon("npu") as d:
         launch(d, tiny)
@@ -124,6 +125,21 @@ def test_a_model_that_does_not_fit_is_a_memory_fault(
         found, code = end_of(d)
         assert (found.kind, code) == ("memory", 1)
         assert "MiB are available" in found.detail
+        assert found.detail.startswith("load: ")
+
+
+def test_memory_that_ends_while_tokens_are_drawn_is_told_as_decode(
+    twin: TwinState, tiny: Path
+) -> None:
+    """The ladder learns that the prompt still fitted."""
+    with daemon("npu") as d:
+        launch(d, tiny)
+        d.say(ask(1, [1, 2, 3], 100))
+        d.until(lambda m: isinstance(m, wire.Report) and m.kind == "decode")
+        Faults(twin).add(Fault("oom", "launch", times=0))
+        found, code = end_of(d)
+        assert (found.kind, code) == ("memory", 1)
+        assert found.detail.startswith("decode: ")
 
 
 def test_a_row_fault_ends_only_its_stream(twin: TwinState, tiny: Path) -> None:

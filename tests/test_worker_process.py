@@ -195,6 +195,7 @@ def test_memory_that_ends_is_told_as_such(folder: Path) -> None:
         fault = d.until(lambda m: isinstance(m, wire.Fault))[-1]
         assert isinstance(fault, wire.Fault)
         assert (fault.kind, d.exit_code()) == ("memory", 1), fault
+        assert fault.detail.startswith("prefill: "), fault
 
 
 @pytest.mark.model
