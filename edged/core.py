@@ -226,6 +226,7 @@ class Health:
     """One engine's state in words, for status, readiness and dispatch.
 
     state: "off" (not started or out of restarts for now), "starting", "ready", "failed".
+    admits: False while the guard lets nothing new into it.
     """
 
     state: Literal["off", "starting", "ready", "failed"]
@@ -234,3 +235,4 @@ class Health:
     slots: int = 0
     restarts: int = 0
     last_progress_s: float | None = None
+    admits: bool = True

@@ -97,6 +97,12 @@ class EngineBusy(EngineFault):
     """The engine cannot take this stream now, and has written nothing of it: it may come again."""
 
 
+class Overheated(EngineFault):
+    """Above the critical temperature nothing may run on this board."""
+
+    code = "thermal_shutdown"
+
+
 class WireError(EngineFault):
     """A frame that cannot be sent or understood; the peer is treated as lost."""
 

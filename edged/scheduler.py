@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -69,9 +69,10 @@ class Scheduler:
     def submit(self, request: Request) -> Stream:
         """Admit or refuse before the first byte; a refusal is a RequestError, raised at once.
 
-        1. draining -> shutting_down  2. no engine can serve soon -> model_loading or
-        engine_unavailable, or can do what is asked -> unsupported_parameter  3. queue full, by
-        requests or tokens -> queue_full  4. deadline already past -> deadline_exceeded
+        1. draining -> shutting_down  2. no engine can serve soon -> model_loading,
+        engine_unavailable or thermal_shutdown, or can do what is asked -> unsupported_parameter
+        3. queue full, by requests or tokens -> queue_full  4. deadline already past ->
+        deadline_exceeded
         5. queued; dispatched at once if a slot is free.
         """
         now_s = asyncio.get_running_loop().time()
@@ -102,6 +103,9 @@ class Scheduler:
                 detail = "; ".join(f"{e.name}: {e.health().detail}" for e in self._engines)
                 message = f"no engine can serve now ({detail})"
                 return RequestError("engine_unavailable", message, retry_after_s=10)
+        elif not any(e.health().admits for e in self._engines if e.health().state == "ready"):
+            message = "the chip is too hot to serve; ask again when it has cooled down"
+            return RequestError("thermal_shutdown", message, retry_after_s=60)
         lacks = [unsuited(engine, request) for engine in self._engines]
         if all(lacks):
             message = f"{lacks[0]}: no engine of this node can do that; leave it out"
@@ -124,7 +128,8 @@ class Scheduler:
         New streams go to the first ready engine of the chain that suits them only; one that an
         engine failed goes first, to any ready engine that did not.
         """
-        ready = [engine for engine in self._engines if engine.health().state == "ready"]
+        healths = [(engine, engine.health()) for engine in self._engines]
+        ready = [engine for engine, now in healths if now.state == "ready" and now.admits]
         for engine in ready:
             self._fill(engine, ready)
         for stream in self._waiting():
@@ -164,6 +169,17 @@ class Scheduler:
         log.warning("stream_moves", request_id=stream.request.id, code=fault.code, why=str(fault))
         now_s = asyncio.get_running_loop().time()
         self._queue.push(Waiting(stream.request, now_s, stream, first=True))
+
+    def evict(self, engines: Collection[str], fault: EngineFault) -> None:
+        """Take every stream off these engines for good: it goes on with another or ends failed."""
+        for stream, running in list(self._streams.items()):
+            if running is None or stream.engine not in engines:
+                continue
+            running.task.cancel()
+            running.run.close()
+            stream.left.update(dict.fromkeys(engines, fault))
+            self._requeue(stream, fault)
+        self.dispatch()
 
     def _may_wait(self, stream: Stream) -> bool:
         """Some engine that suits it serves now or is about to."""

@@ -66,6 +66,11 @@ class Stream:
 
     # --- used by the scheduler -------------------------------------------------------------------
 
+    @property
+    def engine(self) -> str:
+        """The one that writes or wrote last; "" = none yet."""
+        return self._spans[-1].name if self._spans else ""
+
     def suits(self, engine: Link) -> bool:
         """The engine has not failed this stream and can do all that was asked."""
         if engine.name in self.left:

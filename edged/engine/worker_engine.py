@@ -104,6 +104,7 @@ class WorkerEngine:
             slots=self._slots,
             restarts=max(0, self._starts - 1),
             last_progress_s=self._last_progress_s,
+            admits=self._limits is None or self._limits.admit,
         )
 
     async def start(self) -> None:
