@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ class HelperLink:
     def __init__(self, path: str) -> None:
         self._path = path
         self._turn = asyncio.Lock()
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._socket: socket.socket | None = None  # bare: a stream loses the words of a refusal
         self._targets: dict[str, float] = {}
         self.users: set[str] = set()
 
@@ -55,7 +56,7 @@ class HelperLink:
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Raises LeverError with the helper's words, or when it does not answer."""
         async with self._turn:
-            if self._streams is None or self._streams[0].at_eof():
+            if not self._alive():
                 await self._connect()
                 # A helper that died has restored everything: the other levers' places, again.
                 for name, value in self._targets.items():
@@ -65,45 +66,67 @@ class HelperLink:
 
     def close(self) -> None:
         """The helper restores what is not restored yet."""
-        if self._streams is not None:
-            self._streams[1].close()
-            self._streams = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _alive(self) -> bool:
+        """Between two requests nothing is there to read: something means the end."""
+        if self._socket is None:
+            return False
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     async def _connect(self) -> None:
         self.close()
-        opening = asyncio.open_unix_connection(self._path, limit=_LONGEST_ANSWER_BYTES)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.setblocking(False)
+        opening = asyncio.get_running_loop().sock_connect(self._socket, self._path)
         try:
-            self._streams = await asyncio.wait_for(opening, _CONNECT_S)
+            await asyncio.wait_for(opening, _CONNECT_S)
         except (OSError, asyncio.TimeoutError) as error:
+            self.close()
             words = getattr(error, "strerror", None) or "no answer"
             raise LeverError(
                 f"no helper at {self._path}: {words}; see systemd/edged-levers.socket"
             ) from None
 
     async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._streams is None:
-            raise LeverError("the helper is gone")
-        reader, writer = self._streams
-        answered = False
+        answer: Any = None
         try:
-            with contextlib.suppress(ConnectionError):  # a refusal may lie there already
-                writer.write(json.dumps(request).encode() + b"\n")
-                await asyncio.wait_for(writer.drain(), _CONNECT_S)
-            line = await asyncio.wait_for(reader.readline(), _ANSWER_S)
+            line = await asyncio.wait_for(self._told(request), _ANSWER_S)
             answer = json.loads(line) if line else None
-            answered = isinstance(answer, dict)
         except asyncio.TimeoutError:
             raise LeverError(f"the helper did not answer within {_ANSWER_S:g} s") from None
         except (OSError, ValueError):
-            answer = None
+            pass  # it ended in the middle: told below
         finally:
-            if not answered:  # cancelled included: a late answer must not be taken for another's
+            if not isinstance(answer, dict):  # a late answer must not be taken for another's
                 self.close()
         if not isinstance(answer, dict):
             raise LeverError("the helper ended the connection")
         if answer.get("ok") is not True:
             raise LeverError(str(answer.get("error", "the helper refused")))
         return answer
+
+    async def _told(self, request: dict[str, Any]) -> bytes:
+        """The answer's line; empty at the end of the connection."""
+        if self._socket is None:
+            return b""
+        loop, found = asyncio.get_running_loop(), b""
+        with contextlib.suppress(BrokenPipeError):  # refused already: the words lie there
+            await loop.sock_sendall(self._socket, json.dumps(request).encode() + b"\n")
+        while not found.endswith(b"\n") and len(found) < _LONGEST_ANSWER_BYTES:
+            data = await loop.sock_recv(self._socket, 4096)
+            if not data:
+                return b""
+            found += data
+        return found
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,11 @@ class PwmFan:
         return found
 
     def restore(self, original: Original) -> None:
-        _write(self.path, min(max(int(original["pwm"]), 0), 255))
-        if "enable" in original:
-            _write(self._enable, int(original["enable"]))
+        try:
+            _write(self.path, min(max(int(original["pwm"]), 0), 255))
+        finally:  # automatic mode is worth having back even without the duty
+            if "enable" in original:
+                _write(self._enable, int(original["enable"]))
 
     @property
     def _enable(self) -> Path:

@@ -145,9 +145,8 @@ class Server:
             ready = self._ready(client, None)
             if self._stopping:
                 return
-            if self._listener in ready:
-                self._accepted()
             if client not in ready:
+                self._accepted()  # only now: whom the end of this one makes room for may wait
                 continue
             data = client.recv(4096)
             if not data:
@@ -159,7 +158,7 @@ class Server:
                 time.sleep(1 / _MOST_PER_S)  # the rate: a flood waits in its own socket buffer
                 yield line
             if max(map(len, [*lines, rest])) > LONGEST_LINE_BYTES:
-                _say(client, {"ok": False, "error": "the line is too long"})
+                _say_last(client, "the line is too long")
                 return
 
     def _accepted(self) -> socket.socket | None:
@@ -178,7 +177,7 @@ class Server:
                 return client
             with client:
                 client.settimeout(0.1)
-                _say(client, {"ok": False, "error": words})
+                _say_last(client, words)
         return None
 
     def _ready(self, client: socket.socket | None, timeout_s: float | None) -> list[socket.socket]:
@@ -191,6 +190,14 @@ class Server:
 
 def _say(client: socket.socket, words: dict[str, Any]) -> None:
     client.sendall(json.dumps(words).encode() + b"\n")
+
+
+def _say_last(client: socket.socket, words: str) -> None:
+    """Then nothing unread may be left: closing would reset the connection and lose the words."""
+    _say(client, {"ok": False, "error": words})
+    client.shutdown(socket.SHUT_RD)
+    while client.recv(65536):
+        pass
 
 
 # --- program -------------------------------------------------------------------------------------
