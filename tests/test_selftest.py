@@ -142,7 +142,7 @@ def test_a_sound_engine_passes_in_the_shapes_of_real_streams(bent: Bent, tiny: P
         (lambda x, t: -x, "the likeliest id is"),
         (lambda x, t: np.roll(x, 1, axis=1), "the likeliest id is"),
         (lambda x, t: 6 * x, "log probability"),
-        (lambda x, t: x if t > 1 else np.roll(x, 1, axis=1), "at token 2 of 6"),
+        (lambda x, t: x if t > 1 else np.roll(x, 1, axis=1), "at token 2 of 4"),
     ],
     ids=["nan", "flat", "negated", "shifted", "too sure", "only decode"],
 )
@@ -463,6 +463,27 @@ def test_wrong_output_is_told_and_leaves_a_clean_slot(fake: Rig) -> None:
     fake.drain()
     assert fake.ids[2] == solo_tokens([3, 1, 4], 5)
     assert fake.ends[1] == ["length"]
+
+
+@pytest.mark.parametrize("mode", [RC, EP])
+def test_what_a_failed_test_left_in_a_cache_reaches_nobody(
+    tmp_path: Path, tiny: Path, mode: int
+) -> None:
+    """0 x NaN is NaN: streams shorter than the golden prompt are served in every slot after it."""
+    spec, board = om_spec(tiny), TwinBoard(tmp_path / "twin", mode)
+    executor = OmExecutor(spec, SLOTS, board.device)
+    tester = prove(executor, spec, launch(tiny), library)
+    rig = Rig(executor, spec, Limits(SLOTS, prefill_chunk=CHUNK), tester)  # type: ignore[arg-type]
+    with closing(executor), closing(rig):
+        Faults(board.state).add(Fault("nan", "step", after=2))
+        rig.say(wire.SelfTest())
+        rig.turn()
+        assert [a.ok for a in answers(rig)] == [False]
+        for i in range(SLOTS):
+            rig.say(ask(i, [1, 2], 5))
+        rig.drain()
+        assert rig.ends == {i: ["length"] for i in range(SLOTS)}
+    board.close()
 
 
 def test_a_follow_up_never_reuses_the_rows_of_a_test(fake: Rig) -> None:
