@@ -168,7 +168,8 @@ def _prepared(checked: Config, notifier: Notifier) -> dict[str, Path]:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with _more_time(notifier):
-            return {name: _model_dir(name, checked) for name in checked.engines.chain}
+            own = [name for name in checked.engines.chain if name != "openai"]
+            return {name: _model_dir(name, checked) for name in own}
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -190,8 +191,12 @@ def _model_dir(engine: str, checked: Config) -> Path:
         gears += ["--context-gears", ",".join(map(str, npu.context_gears))]
         gears += ["--prefill-chunk", str(npu.prefill_chunk)]
         gears += ["--soc", boards.load(npu.twin).soc]
+    if engine == "cpu" and checked.cpu.model:
+        source = _existing("cpu.model", checked.cpu.model)
+    else:
+        source = _source(checked, state_dir)
     return models.ensure_exported(
-        _source(checked, state_dir),
+        source,
         state_dir,
         dtype,
         lambda line: log.info("preparing_model", engine=engine, what=line),
@@ -222,19 +227,25 @@ def _source(checked: Config, state_dir: Path) -> Path:
     """The model to serve: model.path, else the demo model."""
     from edged import models
 
-    given = checked.model.path
-    try:
-        path = _expanded("model.path", given) if given else models.demo_path(state_dir)
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        if given:
-            raise ConfigError(f"model.path: {path} does not exist") from None
+    if checked.model.path:
+        return _existing("model.path", checked.model.path)
+    path = models.demo_path(state_dir)
+    if not path.exists():
         raise ConfigError(
             "model.path: not set, and the demo model is not there; "
             "run `edged models fetch demo` or set model.path"
-        ) from None
+        )
+    return path
+
+
+def _existing(key: str, given: str) -> Path:
+    path = _expanded(key, given)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{key}: {path} does not exist") from None
     except OSError as error:
-        raise ConfigError(f"model.path: cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from None
     return path
 
 

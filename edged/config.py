@@ -122,7 +122,7 @@ def _checked(config: Config) -> Config:
     if config.node and not re.fullmatch(r"[a-z0-9_-]{1,32}", config.node):
         raise ConfigError("node: use 1 to 32 characters of a-z, 0-9, _ and -")
     if not config.engines.chain:
-        raise ConfigError("engines.chain: name at least one engine (cpu, npu)")
+        raise ConfigError("engines.chain: name at least one engine (cpu, npu, openai)")
     if len(set(config.engines.chain)) < len(config.engines.chain):
         raise ConfigError("engines.chain: name each engine once")
     if config.npu.required and "npu" not in config.engines.chain:
@@ -137,6 +137,7 @@ def _checked(config: Config) -> Config:
             f"http.host: {config.http.host} is not loopback; set http.api_keys_file first "
             "(one name:sha256 per line), or use 127.0.0.1 and the Unix socket"
         )
+    _check_upstream(config)
     if config.mqtt.url and not _is_broker_url(config.mqtt.url):
         raise ConfigError(
             "mqtt.url: use mqtt://host[:port] or mqtts://host[:port]; the user goes into "
@@ -173,6 +174,31 @@ def _check_levers(levers: Levers) -> None:
     gears = levers.frequencies_mhz
     if len(gears) < 2 or list(gears) != sorted(set(gears)):
         raise ConfigError("levers.frequencies_mhz: at least two clocks, ascending")
+
+
+def _check_upstream(config: Config) -> None:
+    if "openai" not in config.engines.chain:
+        return
+    if config.engines.chain == ("openai",):
+        raise ConfigError(
+            "engines.chain: name cpu or npu beside openai: their model counts the tokens, and "
+            "serves when the other server does not"
+        )
+    if not _is_api_url(config.upstream.url):
+        raise ConfigError(
+            "upstream.url: use http[s]://host[:port][/v1], for engines.chain names openai; a key "
+            "goes into upstream.api_key_file"
+        )
+
+
+def _is_api_url(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    named = bool(parts.hostname) and "@" not in parts.netloc and port != 0
+    return parts.scheme in ("http", "https") and named and not parts.query and not parts.fragment
 
 
 def _is_broker_url(url: str) -> bool:

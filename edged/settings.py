@@ -19,7 +19,7 @@ PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=YEAR_S)]
 PositiveMhz = Annotated[float, msgspec.Meta(gt=0, le=1e5)]
 Slots = Annotated[int, msgspec.Meta(ge=1, le=256)]
 ChunkTokens = Annotated[int, msgspec.Meta(ge=1, le=4096)]
-EngineName = Literal["npu", "cpu"]
+EngineName = Literal["npu", "cpu", "openai"]
 SensorName = Literal["auto", "dcmi", "npu-smi", "linux", "command"]
 
 
@@ -63,6 +63,7 @@ class Model(Section, frozen=True):
 
 
 class Cpu(Section, frozen=True):
+    model: str = ""
     slots: Slots = 8
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     prefill_chunk: ChunkTokens = 64
@@ -78,6 +79,20 @@ class Npu(Section, frozen=True):
     batch_gears: Gears = (1, 4, 8)
     prefill_chunk: ChunkTokens = 64
     dtype: Literal["fp16", "fp32"] = "fp16"
+
+
+class Upstream(Section, frozen=True):
+    url: str = ""
+    model: str = ""
+    kind: Literal["auto", "openai", "vllm", "llama.cpp", "edged"] = "auto"
+    api_key_file: str = ""
+    ca_file: str = ""
+    verify_tls: bool = True
+    on_board: bool = False
+    max_concurrent: Slots = 8
+    connect_timeout_s: PositiveSeconds = 5.0
+    first_token_timeout_s: PositiveSeconds = 60.0
+    idle_timeout_s: PositiveSeconds = 30.0
 
 
 class Engines(Section, frozen=True):
@@ -140,6 +155,7 @@ class Config(Section, frozen=True):
     engines: Engines = Engines()
     cpu: Cpu = Cpu()
     npu: Npu = Npu()
+    upstream: Upstream = Upstream()
     queue: Queue = Queue()
     generation: Generation = Generation()
     sensors: Sensors = Sensors()
