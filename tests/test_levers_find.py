@@ -191,6 +191,18 @@ async def test_a_clock_between_the_gears_is_restored_as_it_was(board: Board) -> 
     assert (board.folder / "mhz").read_text() == "1000\n"
 
 
+async def test_a_second_daemon_leaves_the_firsts_clock_alone(board: Board) -> None:
+    """Two daemons with one state folder: the second is told, and moves nothing at its end."""
+    tool = clock_tool(board.folder)
+    async with found(board, **pair(tool)) as first:
+        assert first.frequency is not None
+        await first.frequency.set(400)
+        async with found(board, **pair(tool)) as second:
+            assert second.frequency is None
+            assert "another process" in second.notes[0]
+        assert (board.folder / "mhz").read_text() == "400\n"
+
+
 def lower_and_die(board: Board, tool: Path) -> None:
     """A process that lowers the clock as the daemon does and is killed."""
     code = (

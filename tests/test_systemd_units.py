@@ -14,6 +14,7 @@ import pytest
 
 UNITS = Path(__file__).parent.parent / "systemd"
 DROP_INS = sorted((UNITS / "edged.service.d").glob("*.conf"))
+VENV_PYTHON = "/opt/edged/venv/bin/python"
 TOOLS = ("systemd-analyze", "systemd-sysusers", "systemd-tmpfiles")
 NEWEST_KEYS = {"50-systemd-254.conf": 254}  # drop-in -> the systemd that knows its keys
 
@@ -79,6 +80,54 @@ def test_each_drop_in_is_valid_and_sandboxed(tmp_path: Path, drop_in: Path) -> N
         set_there = set(re.findall(r"^(\w+)=", drop_in.read_text(encoding="utf-8"), flags=re.M))
         assert unknown == set_there
         assert all("Unknown key" in line for line in checked.stderr.splitlines())
+
+
+def levers_units(folder: Path, *drop_ins: str) -> list[Path]:
+    """The helper's units beside each other, their program one that exists on this machine."""
+    for source in UNITS.glob("edged-levers*.s*"):
+        if source.is_file():
+            text = source.read_text(encoding="utf-8")
+            (folder / source.name).write_text(text.replace(VENV_PYTHON, "/usr/bin/true"))
+    for name in drop_ins:
+        for unit in ("edged-levers", "edged-levers-restore"):
+            (folder / f"{unit}.service.d").mkdir(exist_ok=True)
+            shutil.copy(UNITS / "edged-levers.service.d" / name, folder / f"{unit}.service.d")
+    return [folder / f"edged-levers{end}" for end in (".socket", ".service", "-restore.service")]
+
+
+@pytest.mark.parametrize("drop_ins", [(), ("10-ascend.conf",)], ids=["plain", "ascend"])
+def test_the_helpers_units_are_valid_and_sandboxed(
+    tmp_path: Path, drop_ins: tuple[str, ...]
+) -> None:
+    """systemd accepts every line of the root helper's units; their exposure is at most 2.5."""
+    units = levers_units(tmp_path, *drop_ins)
+    checked = run("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", *units)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+    for unit in units[1:]:
+        exposed = exposure(unit)
+        assert exposed.returncode == 0, exposed.stdout
+
+
+def test_the_helpers_units_start_what_the_package_has() -> None:
+    """Their command lines are understood: with nothing left to restore, --restore is done."""
+    for name in ("edged-levers.service", "edged-levers-restore.service"):
+        text = (UNITS / name).read_text(encoding="utf-8")
+        commands = re.findall(rf"^Exec\w+={VENV_PYTHON} (.*)$", text, flags=re.M)
+        restores = [shlex.split(words) for words in commands if "--restore" in words]
+        assert len(restores) == 1
+        done = run(sys.executable, *restores[0])
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_both_of_the_helpers_services_have_the_same_sandbox() -> None:
+    """What is restored at boot is restored under the same restrictions."""
+    keys = re.compile(
+        r"^(?:Protect|Private|Restrict|System|Device|ReadWrite|NoNew|Cap|IP|Memory|Lock|Proc)\w+=.*$",
+        flags=re.M,
+    )
+    names = ("edged-levers.service", "edged-levers-restore.service")
+    first, second = (set(keys.findall((UNITS / n).read_text(encoding="utf-8"))) for n in names)
+    assert first == second
 
 
 def test_the_check_itself_can_fail(tmp_path: Path) -> None:

@@ -108,8 +108,7 @@ async def _command(
     try:
         await lever.hold()
     except LeverError as error:
-        reasons.append(f"frequency: {error}")
-        await lever.stop()
+        reasons.append(f"frequency: {knob.name}: {error}")
         return []
     return [lever]
 

@@ -28,7 +28,11 @@ class LocalLever:
     async def hold(self) -> None:
         """Take the levers, and undo what a killed daemon left. Raises LeverError."""
         self._saved.hold()
-        await self.restore()
+        try:
+            await self.restore()
+        except LeverError:
+            self._saved.release()
+            raise
 
     async def set(self, value: float) -> float:
         return await asyncio.to_thread(self._set, value)
