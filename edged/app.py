@@ -16,9 +16,12 @@ from typing import Any
 
 import structlog
 
+from edged import thermal, wire
 from edged.engine.factory import make_engines
 from edged.engine.worker_engine import WorkerEngine
-from edged.errors import EngineFault, EngineUnavailable
+from edged.errors import EngineFault, EngineUnavailable, Overheated
+from edged.guard.loop import Guard
+from edged.guard.view import view_figures
 from edged.ingress.http import HttpServer
 from edged.ingress.mqtt import MqttIngress
 from edged.ingress.prepare import Catalog
@@ -31,6 +34,7 @@ from edged.status import Status, status_of
 from edged.systemd import Notifier
 from edged.text.model import TextModel
 from edged.twin.figures import board_at, figures
+from edged.twin.state import TwinState
 
 log = structlog.get_logger("edged")
 
@@ -56,6 +60,7 @@ class Parts:
     metrics: Metrics
     http: HttpServer
     mqtt: MqttIngress | None
+    guard: Guard | None
     status: Callable[[], Status]
 
 
@@ -73,6 +78,8 @@ async def run(
     async with AsyncExitStack() as stack:
         parts = build(config, model_dirs)
         await stack.enter_async_context(_running(parts.http))
+        if parts.guard is not None:  # around the engines: no chip runs a moment without it
+            await stack.enter_async_context(_running(parts.guard))
         stack.push_async_callback(_stop_engines, parts.engines)
         await stack.enter_async_context(_feeding(notifier, parts.status))
         await _start_engines(config, parts.engines, stop)
@@ -93,8 +100,25 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     text = TextModel.load(model_dirs[config.engines.chain[0]], config.model.name)
     context_tokens = shared_context_tokens(model_dirs, config.model.context_tokens)
     catalog = Catalog([text], config.generation, context_tokens)
-    metrics = Metrics(config.node, text.name, _npu_figures(config))
+    twin = board_at(twin_folder(config), config.npu.twin) if config.npu.twin else None
     engines = make_engines(config, text.name, model_dirs, context_tokens, twin_folder(config))
+    named = {engine.name: engine for engine in engines}
+
+    def end_streams() -> None:
+        scheduler.evict(named, Overheated("the chip stayed above its critical temperature"))
+
+    guard = None
+    if thermal.wanted(config):
+        guard = thermal.make_guard(
+            config,
+            model_dirs,
+            twin,
+            streams=lambda: {name: engine.health().running for name, engine in named.items()},
+            waiting=lambda: scheduler.load().waiting,
+            set_limits=lambda name, limits: named[name].set_limits(limits),
+            end_streams=end_streams,
+        )
+    metrics = Metrics(config.node, text.name, _board_figures(config, twin, guard))
     scheduler = Scheduler(
         engines,
         {text.name: text},
@@ -104,7 +128,7 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     )
     for engine in engines:
         engine.on_change = scheduler.dispatch
-        engine.on_report = functools.partial(metrics.on_report, engine.name)
+        engine.on_report = functools.partial(_on_report, metrics, guard, engine.name)
 
     def status() -> Status:
         return status_of(
@@ -112,29 +136,41 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
             scheduler.load(),
             tuple((engine.name, engine.health()) for engine in engines),
             asyncio.get_running_loop().time(),
+            guard.view() if guard is not None else None,
         )
 
     http = HttpServer(config.http, config.node, scheduler, catalog, metrics, status)
     mqtt = None
     if config.mqtt.url:
         mqtt = MqttIngress(config.mqtt, config.node, scheduler, catalog, metrics, status)
-    return Parts(text, engines, scheduler, metrics, http, mqtt, status)
+    return Parts(text, engines, scheduler, metrics, http, mqtt, guard, status)
 
 
 def twin_folder(config: Config) -> Path:
     return Path(config.state_dir) / "twin"
 
 
-def _npu_figures(config: Config) -> Callable[[], dict[str, float]]:
-    """What /metrics says of the NPU: the twin's own account, nothing yet of a real board."""
-    if not config.npu.twin:
-        return dict
-    twin = board_at(twin_folder(config), config.npu.twin)
-    return lambda: figures(twin, asyncio.get_running_loop().time())
+def _on_report(metrics: Metrics, guard: Guard | None, engine: str, report: wire.Report) -> None:
+    metrics.on_report(engine, report)
+    if guard is not None:
+        guard.on_step(engine, thermal.executed(report))
+
+
+def _board_figures(
+    config: Config, twin: TwinState | None, guard: Guard | None
+) -> Callable[[], dict[str, float]]:
+    """What /metrics says of the chip: what the guard knows, and a twin's own account."""
+    primary = "npu" if "npu" in config.engines.chain else config.engines.chain[0]
+
+    def found() -> dict[str, float]:
+        own = figures(twin, asyncio.get_running_loop().time()) if twin is not None else {}
+        return (view_figures(guard.view(), primary) if guard is not None else {}) | own
+
+    return found
 
 
 @asynccontextmanager
-async def _running(part: HttpServer | MqttIngress) -> AsyncIterator[None]:
+async def _running(part: HttpServer | MqttIngress | Guard) -> AsyncIterator[None]:
     await part.start()
     try:
         yield

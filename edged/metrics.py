@@ -43,6 +43,9 @@ _REQUEST_S = (
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
+_JOULES_PER_TOKEN = "edged_guard_energy_joules_per_token"
+
+
 class Counter:
     """Counts by label values, given in the order of `labels`."""
 
@@ -52,6 +55,10 @@ class Counter:
 
     def add(self, *labels: str, by: float = 1.0) -> None:
         self._counts[labels] = self._counts.get(labels, 0.0) + by
+
+    def total(self) -> float:
+        """Over all labels."""
+        return sum(self._counts.values())
 
     def family(self) -> Metric:
         name, text, _, labels = self._about
@@ -194,6 +201,11 @@ class Metrics(Collector):
         """For one stream: tick it at every Delta."""
         return Pace(self.inter_token)
 
+    def tokens_per_request(self) -> float | None:
+        """Generated, on average; None before the first request ended."""
+        ended = self.finish_reasons.total()
+        return self.generation_tokens.total() / ended if ended else None
+
     # --- asked by /metrics ----------------------------------------------------------------------
 
     def exposition(self, status: Status) -> bytes:
@@ -206,7 +218,11 @@ class Metrics(Collector):
             yield kept.family()
         yield InfoMetricFamily("edged_build", "What runs here.", self._build)
         yield _gauge("edged_mqtt_connected", "1 while the broker is there.", self.mqtt_connected)
-        for name, value in self._npu().items():
+        board = dict(self._npu())
+        tokens, joules = self.tokens_per_request(), board.get(_JOULES_PER_TOKEN)
+        if tokens is not None and joules is not None:
+            board["edged_guard_energy_joules_per_request"] = joules * tokens
+        for name, value in board.items():
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             yield kind(name, "Of the NPU, or of its twin.", value=value)
         if self._status is not None:

@@ -132,6 +132,23 @@ class Sensors(Section, frozen=True):
     command: tuple[str, ...] = ()
 
 
+class Guard(Section, frozen=True):
+    enabled: Literal["auto", "on", "off"] = "auto"
+    policy: Literal["edged", "base"] = "edged"
+    limit_c: Annotated[float, msgspec.Meta(ge=30, le=120)] = 80.0
+    margin_c: Annotated[float, msgspec.Meta(ge=0, le=40)] = 2.0
+    critical_c: Annotated[float, msgspec.Meta(ge=0, le=130)] = 0.0
+    critical_wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 30.0
+    itl_slo_s: PositiveSeconds = 1.0
+    period_s: Annotated[float, msgspec.Meta(ge=0.1, le=60)] = 1.0
+    hysteresis_c: Annotated[float, msgspec.Meta(ge=0, le=40)] = 4.0
+    dwell_s: PositiveSeconds = 10.0
+    recover_s: PositiveSeconds = 30.0
+    grace_s: PositiveSeconds = 5.0
+    quiet_hours: str = ""
+    quiet_fan_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+
+
 class Levers(Section, frozen=True):
     helper_socket: str = "/run/edged-levers/levers.sock"
     frequency_get: tuple[str, ...] = ()
@@ -158,6 +175,7 @@ class Config(Section, frozen=True):
     upstream: Upstream = Upstream()
     queue: Queue = Queue()
     generation: Generation = Generation()
+    guard: Guard = Guard()
     sensors: Sensors = Sensors()
     levers: Levers = Levers()
     log: Log = Log()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from edged import __version__
 from edged.core import Health, Mode
+from edged.guard.view import View, view_json
 
 if TYPE_CHECKING:
     from edged.scheduler import Load
@@ -31,35 +32,48 @@ class Status:
     running: int = 0
     oldest_wait_s: float | None = None
     last_progress_s: float | None = None
+    guard: View | None = None
+    at_s: float = 0.0
 
 
-def status_of(node: str, load: Load, engines: Sequence[tuple[str, Health]], now_s: float) -> Status:
+def status_of(
+    node: str,
+    load: Load,
+    engines: Sequence[tuple[str, Health]],
+    now_s: float,
+    guard: View | None = None,
+) -> Status:
     """engines: in the order of the chain. now_s: loop time, as in Health.last_progress_s."""
-    mode, reason = _mode(load.draining, engines)
+    mode, reason = _mode(load.draining, engines, guard)
     progress = [h.last_progress_s for _, h in engines if h.last_progress_s is not None]
     return Status(
         node=node,
         version=__version__,
         mode=mode,
         reason=reason,
-        ready=not load.draining and any(h.state == "ready" for _, h in engines),
+        ready=not load.draining and any(h.state == "ready" and h.admits for _, h in engines),
         engines=tuple(engines),
         waiting=load.waiting,
         running=load.running,
         oldest_wait_s=load.oldest_wait_s if load.waiting else None,
         last_progress_s=now_s - max(progress) if progress else None,
+        guard=guard,
+        at_s=now_s,
     )
 
 
-def _mode(draining: bool, engines: Sequence[tuple[str, Health]]) -> tuple[Mode, str]:
+def _mode(
+    draining: bool, engines: Sequence[tuple[str, Health]], guard: View | None
+) -> tuple[Mode, str]:
     if draining:
         return "draining", "the node is shutting down"
+    hot = guard.reason if guard is not None and guard.mode == "throttled" else ""
     missing = [(name, health) for name, health in engines if health.state != "ready"]
     if not missing:
-        return "normal", "all engines are ready"
+        return ("throttled", hot) if hot else ("normal", "all engines are ready")
     reason = "; ".join(f"{name} is {_state(health)}" for name, health in missing)
     alive = any(health.state in ("ready", "starting") for _, health in engines)
-    return ("degraded" if alive else "fault"), reason
+    return ("degraded" if alive else "fault"), f"{reason}; {hot}" if hot else reason
 
 
 def _state(health: Health) -> str:
@@ -78,6 +92,7 @@ def status_json(status: Status) -> dict[str, Any]:
         "queue": {"waiting": status.waiting, "oldest_wait_s": _rounded(status.oldest_wait_s)},
         "running": status.running,
         "last_progress_s": _rounded(status.last_progress_s),
+        "guard": view_json(status.guard, status.at_s) if status.guard is not None else None,
     }
 
 

@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "logs": (),
     "systemd": (),
     "metrics": ("status", "wire"),
-    "status": ("scheduler",),
+    "status": ("scheduler", "guard"),
     "models": (),
     "manifest": (),
     "queue": (),
@@ -42,12 +42,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "memory": (),
     "wire": (),
     "scheduler": ("engine", "text", "queue"),
-    "ingress": ("scheduler", "text", "status", "metrics"),
+    "ingress": ("scheduler", "text", "status", "metrics", "guard.view"),
     "engine": ("text", "wire", "ladder", "memory"),
     "text": (),
     "worker": ("wire", "text.constraint"),
     "worker.om.binding": ("worker", "twin.acl"),  # the simulated board, reached as `acl`
     "guard": (),
+    "thermal": ("guard", "twin", "wire", "manifest"),
     "twin": ("scheduler", "queue", "ladder", "guard", "worker.plan", "worker.even_pace", "wire"),
     "export": ("models", "text.vocabulary", "twin.om"),  # packs what the twin runs
 }

@@ -6,15 +6,17 @@ request is answered by exactly one final or error (and more only if it asks for 
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 import structlog
 
 import edged
 from edged.errors import RequestError
-from edged.ingress.mqtt import replies
+from edged.ingress.mqtt import replies, state
 from edged.ingress.mqtt.body import VERSION
 from edged.ingress.mqtt.client import Client, Hooks
 from edged.ingress.mqtt.dial import dial_of
@@ -31,6 +33,7 @@ from edged.status import Status, status_json
 
 log = structlog.get_logger("edged.mqtt")
 
+STATE_EVERY_S = 1.0
 FLUSH_S = 5.0  # how long stop() waits for the broker to take the last answers
 
 
@@ -75,6 +78,8 @@ class MqttIngress:
             config.reconnect_max_s,
         )
 
+        self._telling: asyncio.Task[None] | None = None
+
     @property
     def connected(self) -> bool:
         return self._client.connected
@@ -82,6 +87,7 @@ class MqttIngress:
     async def start(self) -> None:
         """Returns at once; the connection comes up by itself, now or later."""
         self._client.start()
+        self._telling = asyncio.create_task(self._tell_states())
 
     def drain(self) -> None:
         """From now on new requests are answered with shutting_down; running ones go on."""
@@ -90,6 +96,9 @@ class MqttIngress:
     async def stop(self) -> None:
         """Answer what still runs, say offline, disconnect; in bounded time."""
         await self._jobs.stop()
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
         self._outbox.put(self._availability("offline"))
         if not (self._client.connected and await self._outbox.drained(FLUSH_S)):
             log.warning("mqtt_undelivered", messages=len(self._outbox))
@@ -142,7 +151,29 @@ class MqttIngress:
 
     def _birth(self) -> Iterable[Outgoing]:
         """On every connection, availability last: whoever sees it finds the rest in place."""
-        return (self._info(), self._availability("online"))
+        now = self._status()
+        states = (self._state_of(name, facts) for name, facts in self._states(now).items())
+        return (self._info(), *states, self._availability("online"))
+
+    def _states(self, now: Status) -> dict[str, dict[str, Any]]:
+        tokens = int(self._metrics.generation_tokens.total())
+        return {"npu": state.npu(now), "queue": state.queue(now, tokens)}
+
+    def _state_of(self, name: str, facts: dict[str, Any]) -> Outgoing:
+        payload = msgspec.json.encode(state.stamped(facts))
+        return Outgoing(self._topics.state(name), payload, retain=True, transient=True)
+
+    async def _tell_states(self) -> None:
+        """At most once a second, when something changed or nothing was said for a while."""
+        told = {name: state.Told() for name in ("npu", "queue")}
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(STATE_EVERY_S)
+            if not self._client.connected:
+                continue
+            for name, facts in self._states(self._status()).items():
+                if told[name].worth(facts, loop.time()):
+                    self._outbox.put(self._state_of(name, facts))
 
     def _availability(self, word: str) -> Outgoing:
         """Not kept for another connection while `online`: each says it anew."""
