@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 
-from edged.core import Request, Sampling
+from edged.core import Chat, Prompt, Request, Sampling
 from edged.errors import RequestError
 from edged.ingress.catalog import Catalog, Entry
 from edged.ingress.messages import Message, Part, chat_messages, invalid
 from edged.settings import Generation
+from edged.text import continuation
 from edged.text.model import TextModel
 
 __all__ = ["Catalog", "Draft", "Entry", "Fields", "Message", "Part", "prepare"]
@@ -56,7 +57,8 @@ class Draft(Fields, frozen=True, kw_only=True):
     """A request before tokenisation: exactly one of messages and prompt.
 
     prompt: raw text without a chat template, or token ids. logprobs: None = off, n >= 0 = the
-    drawn token and n rivals. response_format, tools, tool_choice: as OpenAI defines them.
+    drawn token and n rivals. response_format, tools, tool_choice: as OpenAI defines them;
+    continue_final_message: as vLLM does (the last message is the assistant's and goes on).
     """
 
     messages: list[Message] | None = None
@@ -67,6 +69,8 @@ class Draft(Fields, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 async def prepare(
@@ -97,7 +101,8 @@ async def prepare(
     stop = _stop(draft.stop)
     _refuse_constraints(draft)
     wanted = _wanted_tokens(draft.max_tokens, defaults)
-    ids = await _prompt_ids(draft, entry.text)
+    source = _source(draft)
+    ids = await _prompt_ids(draft, source, entry.text)
     room = entry.context_tokens - len(ids)
     if room < 1:
         raise _too_long(draft, len(ids), entry.context_tokens)
@@ -112,6 +117,7 @@ async def prepare(
         client=client,
         ingress=ingress,
         deadline_s=deadline_s,
+        source=source,
     )
 
 
@@ -184,18 +190,42 @@ def _too_long(draft: Draft, prompt_tokens: int, context_tokens: int) -> RequestE
     return RequestError("context_length_exceeded", message, field)
 
 
-async def _prompt_ids(draft: Draft, text: TextModel) -> tuple[int, ...]:
+def _source(draft: Draft) -> Chat | Prompt | None:
+    """The words; None for token ids."""
     if (draft.messages is None) == (draft.prompt is None):
         raise invalid("messages", "send exactly one of messages and prompt")
-    if isinstance(draft.prompt, str):
-        return await text.prompt_ids(draft.prompt)
-    if draft.prompt is not None:
-        return _checked_ids(draft.prompt, text.vocab_tokens)
-    return await text.chat_ids(
-        chat_messages(draft.messages or []),
-        template_kwargs=draft.chat_template_kwargs,
-        tools=draft.tools if draft.tool_choice != "none" else None,
+    if draft.messages is None:
+        return Prompt(draft.prompt) if isinstance(draft.prompt, str) else None
+    return Chat(
+        tuple(chat_messages(draft.messages)),
+        tools=tuple(draft.tools or ()) if draft.tool_choice != "none" else (),
+        template_kwargs=draft.chat_template_kwargs or {},
+        continue_final=_continues(draft, draft.messages),
     )
+
+
+def _continues(draft: Draft, messages: list[Message]) -> bool:
+    if not draft.continue_final_message:
+        if draft.add_generation_prompt is False:
+            why = "add_generation_prompt: false needs continue_final_message: true"
+            raise RequestError("unsupported_parameter", why, "add_generation_prompt")
+        return False
+    if draft.add_generation_prompt:
+        why = "cannot be true together with continue_final_message"
+        raise invalid("add_generation_prompt", why)
+    last = messages[-1]
+    if last.role != "assistant" or last.tool_calls or not last.content or len(messages) < 2:
+        why = "the last message must be the assistant's, with text, after at least one other"
+        raise invalid("continue_final_message", why)
+    return True
+
+
+async def _prompt_ids(
+    draft: Draft, source: Chat | Prompt | None, text: TextModel
+) -> tuple[int, ...]:
+    if source is not None:
+        return await continuation.prompt_ids(text, source)
+    return _checked_ids([i for i in draft.prompt or () if isinstance(i, int)], text.vocab_tokens)
 
 
 def _checked_ids(ids: list[int], vocab_tokens: int) -> tuple[int, ...]:

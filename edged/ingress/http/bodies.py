@@ -37,6 +37,8 @@ class ChatBody(Fields, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     def draft(self) -> Draft:
         if self.top_logprobs and not self.logprobs:
@@ -53,6 +55,8 @@ class ChatBody(Fields, frozen=True, kw_only=True):
             tools=self.tools,
             tool_choice=self.tool_choice,
             response_format=self.response_format,
+            continue_final_message=self.continue_final_message,
+            add_generation_prompt=self.add_generation_prompt,
         )
 
 
@@ -104,6 +108,8 @@ def decode(data: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
     """
     fields = _parse(data)
     for name, value in fields.items():
+        if name in kind.__struct_fields__:
+            continue
         if name in NEUTRAL and not _is_neutral(value, NEUTRAL[name]):
             message = f"{name}: not supported here; leave it out"
             raise RequestError("unsupported_parameter", message, name)
