@@ -96,8 +96,12 @@ async def test_availability_and_info_are_retained_from_start_to_stop(mosquitto: 
         serving(mosquitto.url, FakeScheduler()),
         requester(mosquitto.port, f"{ROOT}/state/+") as client,
     ):
-        got = {one.topic: one for one in [await client.next(), await client.next()]}
+        got = {one.topic: one for one in [await client.next() for _ in range(4)]}
         assert got[AVAILABILITY].body == "online"
+        chip, queue = got[f"{ROOT}/state/npu"].body, got[f"{ROOT}/state/queue"].body
+        assert (chip["temperature_c"], chip["mode"]) == (None, "normal")
+        assert queue["waiting"] == 0
+        assert {"running", "accepting", "generated_tokens_total", "ts"} <= set(queue)
         info = got[f"{ROOT}/state/info"].body
         assert info["models"] == [{"id": "fake", "context_tokens": 4096}]
         assert info["limits"]["max_request_bytes"] == 256 * 1024
