@@ -17,7 +17,10 @@ from typing import Any
 import structlog
 
 from edged import thermal, wire
+from edged.core import Limits
 from edged.engine.factory import make_engines
+from edged.engine.links import make_links, make_upstream
+from edged.engine.upstream import UpstreamEngine
 from edged.engine.worker_engine import WorkerEngine
 from edged.errors import EngineFault, EngineUnavailable, Overheated
 from edged.guard.loop import Guard
@@ -25,7 +28,7 @@ from edged.guard.view import view_figures
 from edged.ingress.http import HttpServer
 from edged.ingress.mqtt import MqttIngress
 from edged.ingress.prepare import Catalog
-from edged.manifest import shared_context_tokens
+from edged.manifest import foreign_models, shared_context_tokens
 from edged.metrics import Metrics
 from edged.queue import Queue
 from edged.scheduler import Scheduler, Stream
@@ -55,7 +58,7 @@ class Parts:
     """What one daemon is made of."""
 
     text: TextModel
-    engines: tuple[WorkerEngine, ...]
+    engines: tuple[WorkerEngine | UpstreamEngine, ...]
     scheduler: Scheduler
     metrics: Metrics
     http: HttpServer
@@ -97,15 +100,29 @@ async def run(
 
 def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     """Make all parts; nothing runs yet. The wiring between them is all here."""
-    text = TextModel.load(model_dirs[config.engines.chain[0]], config.model.name)
+    text = TextModel.load(next(iter(model_dirs.values())), config.model.name)
     context_tokens = shared_context_tokens(model_dirs, config.model.context_tokens)
+    foreign = foreign_models(model_dirs, config.model.context_tokens)
     catalog = Catalog([text], config.generation, context_tokens)
     twin = board_at(twin_folder(config), config.npu.twin) if config.npu.twin else None
-    engines = make_engines(config, text.name, model_dirs, context_tokens, twin_folder(config))
-    named = {engine.name: engine for engine in engines}
+    workers = make_engines(
+        config, text.name, model_dirs, context_tokens, twin_folder(config), foreign=foreign
+    )
+    upstream = make_upstream(config)
+    links = make_links(config, workers, upstream, foreign, model_dirs)
+    named: dict[str, WorkerEngine | UpstreamEngine] = {engine.name: engine for engine in workers}
+    on_board = {*named, *({upstream.name} if upstream and upstream.on_board else ())}
+    if upstream is not None:
+        named[upstream.name] = upstream
+    engines = tuple(named[name] for name in config.engines.chain if name in named)
+
+    def set_limits(name: str, limits: Limits) -> None:
+        named[name].set_limits(limits)
+        if upstream is not None and name == workers[-1].name:  # the nearest to it of those ruled
+            upstream.set_limits(limits)
 
     def end_streams() -> None:
-        scheduler.evict(named, Overheated("the chip stayed above its critical temperature"))
+        scheduler.evict(on_board, Overheated("the chip stayed above its critical temperature"))
 
     guard = None
     if thermal.wanted(config):
@@ -115,12 +132,12 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
             twin,
             streams=lambda: {name: engine.health().running for name, engine in named.items()},
             waiting=lambda: scheduler.load().waiting,
-            set_limits=lambda name, limits: named[name].set_limits(limits),
+            set_limits=set_limits,
             end_streams=end_streams,
         )
     metrics = Metrics(config.node, text.name, _board_figures(config, twin, guard))
     scheduler = Scheduler(
-        engines,
+        links,
         {text.name: text},
         Queue[Stream](config.queue.max_requests, config.queue.max_tokens, config.queue.aging_s),
         on_finish=metrics.on_finish,
@@ -128,7 +145,8 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     )
     for engine in engines:
         engine.on_change = scheduler.dispatch
-        engine.on_report = functools.partial(_on_report, metrics, guard, engine.name)
+    for worker in workers:
+        worker.on_report = functools.partial(_on_report, metrics, guard, worker.name)
 
     def status() -> Status:
         return status_of(
@@ -160,7 +178,7 @@ def _board_figures(
     config: Config, twin: TwinState | None, guard: Guard | None
 ) -> Callable[[], dict[str, float]]:
     """What /metrics says of the chip: what the guard knows, and a twin's own account."""
-    primary = "npu" if "npu" in config.engines.chain else config.engines.chain[0]
+    primary = "npu" if "npu" in config.engines.chain else "cpu"
 
     def found() -> dict[str, float]:
         own = figures(twin, asyncio.get_running_loop().time()) if twin is not None else {}
@@ -178,12 +196,12 @@ async def _running(part: HttpServer | MqttIngress | Guard) -> AsyncIterator[None
         await part.stop()
 
 
-async def _stop_engines(engines: tuple[WorkerEngine, ...]) -> None:
+async def _stop_engines(engines: tuple[WorkerEngine | UpstreamEngine, ...]) -> None:
     await asyncio.gather(*(engine.stop() for engine in engines))
 
 
 async def _start_engines(
-    config: Config, engines: tuple[WorkerEngine, ...], stop: StopSignal
+    config: Config, engines: tuple[WorkerEngine | UpstreamEngine, ...], stop: StopSignal
 ) -> None:
     """Return when a stop is asked or enough is ready: one engine, the NPU where it is required.
 

@@ -1,4 +1,7 @@
-"""What the daemon needs of each engine's model.json: do they share ids, how much do they hold."""
+"""What the daemon needs of each engine's model.json: do they share ids, how much do they hold.
+
+Two models share ids exactly when the hashes of their tokenizers are equal.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +42,23 @@ def read(model_dir: Path) -> Manifest:
 
 
 def shared_context_tokens(model_dirs: Mapping[str, Path], cap_tokens: int) -> int:
-    """What a stream may hold so that every engine of the chain can carry it on; cap_tokens > 0
-    lowers it. Raises ConfigError when their models do not share one tokenizer."""
-    manifests = {engine: read(folder) for engine, folder in model_dirs.items()}
-    hashes = {manifest.tokenizer_hash for manifest in manifests.values()}
-    if len(hashes) > 1:
-        names = ", ".join(f"{engine}: {m.name}" for engine, m in manifests.items())
-        raise ConfigError(
-            f"engines.chain: the engines' models differ in their tokenizers ({names}), so none "
-            "can carry on what another began; give them exports of one model"
-        )
-    longest = [manifest.longest_tokens for manifest in manifests.values()]
+    """What a stream may hold so that every engine that shares the first one's tokenizer can carry
+    it on by ids; cap_tokens > 0 lowers it. model_dirs: in the order of the chain."""
+    others = foreign(model_dirs)
+    longest = [read(d).longest_tokens for engine, d in model_dirs.items() if engine not in others]
     return min([*longest, cap_tokens] if cap_tokens else longest)
+
+
+def foreign(model_dirs: Mapping[str, Path]) -> dict[str, Manifest]:
+    """Engines whose model has another tokenizer than the first one's: they go on by text."""
+    manifests = {engine: read(folder) for engine, folder in model_dirs.items()}
+    first = next(iter(manifests.values()))
+    return {e: m for e, m in manifests.items() if m.tokenizer_hash != first.tokenizer_hash}
+
+
+def foreign_models(model_dirs: Mapping[str, Path], cap_tokens: int) -> dict[str, tuple[str, int]]:
+    """Of the foreign engines: the model's name and what a sequence may hold there."""
+    return {
+        engine: (m.name, min(m.longest_tokens, cap_tokens or m.longest_tokens))
+        for engine, m in foreign(model_dirs).items()
+    }

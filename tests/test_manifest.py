@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edged.errors import ConfigError
-from edged.manifest import shared_context_tokens
+from edged.manifest import foreign, shared_context_tokens
 
 
 def model(folder: Path, **fields: object) -> Path:
@@ -29,11 +29,17 @@ def test_a_stream_must_fit_every_engine_of_the_chain(tmp_path: Path) -> None:
     assert shared_context_tokens({"cpu": cpu}, 100_000) == 8192
 
 
-def test_models_with_different_tokenizers_are_refused(tmp_path: Path) -> None:
-    """Ids of one vocabulary are never handed to a model of another."""
-    dirs = {"npu": model(tmp_path / "npu", tokenizer_hash="u"), "cpu": model(tmp_path / "cpu")}
-    with pytest.raises(ConfigError, match=r"engines\.chain.*npu: npu, cpu: cpu"):
-        shared_context_tokens(dirs, 0)
+def test_a_model_with_another_tokenizer_neither_shares_ids_nor_shortens_the_context(
+    tmp_path: Path,
+) -> None:
+    """It goes on by text, so it counts among the foreign ones and sets no bound."""
+    dirs = {
+        "npu": model(tmp_path / "npu"),
+        "cpu": model(tmp_path / "cpu", tokenizer_hash="u", context_tokens=512),
+    }
+    assert list(foreign(dirs)) == ["cpu"]
+    assert foreign({"npu": dirs["npu"]}) == {}
+    assert shared_context_tokens(dirs, 0) == 8192
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"name": 1}'])

@@ -12,10 +12,16 @@ from edged.settings import Config
 
 
 def make_engines(
-    config: Config, model: str, model_dirs: Mapping[str, Path], context_tokens: int, twin: Path
+    config: Config,
+    model: str,
+    model_dirs: Mapping[str, Path],
+    context_tokens: int,
+    twin: Path,
+    foreign: Mapping[str, tuple[str, int]] | None = None,
 ) -> tuple[WorkerEngine, ...]:
-    """The chain, in order. model_dirs: by engine name; twin: state folder of a simulated board,
-    which the NPU's worker opens in place of a device when npu.twin is set."""
+    """The workers of the chain, in order. model_dirs: by engine name; twin: state folder of a
+    simulated board, which the NPU's worker opens in place of a device when npu.twin is set.
+    foreign: (model, context in tokens) of engines with another tokenizer."""
     engines = config.engines
     restarts = RestartPolicy(
         engines.restart_budget,
@@ -23,16 +29,18 @@ def make_engines(
         engines.restart_backoff_s,
         engines.restart_backoff_max_s,
     )
+    named = {name: (model, context_tokens) for name in model_dirs} | dict(foreign or {})
     environ = {"npu": {"EDGED_TWIN": str(twin)} if config.npu.twin else {}}
     return tuple(
         WorkerEngine(
             name,
-            model,
-            _launch(name, config, model_dirs[name], context_tokens),
+            named[name][0],
+            _launch(name, config, model_dirs[name], named[name][1]),
             restarts,
             environ=environ.get(name),
         )
         for name in engines.chain
+        if name in model_dirs
     )
 
 
