@@ -73,6 +73,7 @@ class FakeEngine:
         self.slots = slots
         self.step_s = step_s
         self.state = "ready"
+        self.admits = True
         self.runs: list[FakeRun] = []
         self.started: list[str] = []
         self.closed: list[str] = []
@@ -80,7 +81,8 @@ class FakeEngine:
         self.on_change = lambda: None
 
     def capacity(self) -> int:
-        return self.slots - len(self.runs) if self.state == "ready" else 0
+        serves = self.state == "ready" and self.admits
+        return self.slots - len(self.runs) if serves else 0
 
     def run(self, request: Request, prefix: Sequence[int]) -> FakeRun:
         if self.capacity() <= 0:
@@ -136,7 +138,12 @@ class FakeEngine:
         raise NotImplementedError
 
     def health(self) -> Health:
-        return Health(self.state, slots=self.slots, running=len(self.runs))  # type: ignore[arg-type]
+        return Health(
+            self.state,  # type: ignore[arg-type]
+            slots=self.slots,
+            running=len(self.runs),
+            admits=self.admits,
+        )
 
     async def start(self) -> None:
         self.state = "ready"

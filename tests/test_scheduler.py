@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edged.core import Delta, Finish, Request
-from edged.errors import RequestError
+from edged.errors import Overheated, RequestError
 from edged.queue import Queue
 from edged.scheduler import Scheduler, Stream
 from edged.twin.virtual_loop import run_virtual
@@ -419,3 +419,60 @@ def test_requests_are_never_mutated_by_the_scheduler() -> None:
     with pytest.raises(AttributeError):
         request().max_tokens = 5  # type: ignore[misc]
     assert isinstance(request(), Request)
+
+
+# --- too hot --------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_chain_that_admits_nothing_refuses_as_thermal_shutdown() -> None:
+    """Above the critical temperature a request is refused at once, and served when it is over."""
+    bench = Bench()
+    bench.engine.admits = False
+    with pytest.raises(RequestError) as refused:
+        bench.scheduler.submit(request("hot"))
+    assert refused.value.code == "thermal_shutdown"
+
+    bench.engine.admits = True
+    assert (await read(bench.scheduler.submit(request("cool"))))[1].reason == "length"
+
+
+@virtual
+async def test_newcomers_go_to_the_next_engine_while_the_first_admits_nothing() -> None:
+    """An engine the guard has closed does not stand in front of one that is open."""
+    bench = Bench(spares=1)
+    bench.engine.admits = False
+    _, finish = await read(bench.scheduler.submit(request("a")))
+    assert [span.name for span in finish.engines] == ["spare0"]
+
+
+@virtual
+async def test_evicted_streams_end_once_with_what_was_written() -> None:
+    """Streams taken off every engine of an overheated board end failed, and the slots are free."""
+    bench = Bench(slots=2, spares=1)
+    reading = [asyncio.create_task(read(bench.scheduler.submit(request(n)))) for n in "ab"]
+    await asyncio.sleep(0.35)
+    bench.scheduler.evict(["fake", "spare0"], Overheated("too hot"))
+    results = await asyncio.gather(*reading)
+
+    assert [(f.reason, f.error_code) for _, f in results] == [("failed", "thermal_shutdown")] * 2
+    assert [text for text, _ in results] == ["bcd", "bcd"]
+    assert len(bench.finishes) == 2
+    await asyncio.sleep(1.0)
+    assert not bench.engine.runs
+
+
+@virtual
+async def test_evicted_streams_go_on_where_it_is_cool() -> None:
+    """An engine that is not on the hot board takes the streams over where they were."""
+    bench = Bench(slots=2, spares=1)
+    reading = asyncio.create_task(read(bench.scheduler.submit(request("a", max_tokens=8))))
+    await asyncio.sleep(0.35)
+    bench.scheduler.evict(["fake"], Overheated("too hot"))
+    text, finish = await reading
+
+    assert text == "bcdefghi"
+    assert [(s.name, s.reason) for s in finish.engines] == [
+        ("fake", "first"),
+        ("spare0", "thermal_shutdown"),
+    ]
