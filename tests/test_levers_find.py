@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import subprocess
@@ -189,6 +190,26 @@ async def test_a_clock_between_the_gears_is_restored_as_it_was(board: Board) -> 
         assert levers.frequency is not None
         await levers.frequency.set(400)
     assert (board.folder / "mhz").read_text() == "1000\n"
+
+
+async def test_a_search_that_is_cancelled_puts_back_what_it_tried(board: Board) -> None:
+    """The daemon is stopped while a lever is on trial: the clock is as it was."""
+    tool = clock_tool(
+        board.folder, mhz=600, on_set='echo "$2" > "$clock"; [ $2 != 400 ] || sleep 60'
+    )
+
+    async def search() -> None:
+        async with found(board, **pair(tool)):
+            pytest.fail("it was not on trial any more")
+
+    searching = asyncio.create_task(search())
+    while (board.folder / "mhz").read_text() != "400\n":
+        await asyncio.sleep(0.01)
+    searching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await searching
+    assert (board.folder / "mhz").read_text() == "600\n"
+    assert not (board.folder / "state" / "levers.json").exists()
 
 
 async def test_a_second_daemon_leaves_the_firsts_clock_alone(board: Board) -> None:

@@ -189,7 +189,7 @@ requests = st.dictionaries(
 lines = st.binary(max_size=600) | requests.map(lambda r: json.dumps(r).encode())
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(lines, max_size=6))
 def test_no_line_touches_anything_but_the_levers(sent: list[bytes]) -> None:
     """Whatever is sent: an answer, duties within bounds, no other file, and all of it undone."""

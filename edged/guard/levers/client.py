@@ -24,7 +24,7 @@ class HelperLink:
     """One connection, used by all levers of the helper in turn."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
         self._turn = asyncio.Lock()
         self._socket: socket.socket | None = None  # bare: a stream loses the words of a refusal
         self._targets: dict[str, float] = {}
@@ -86,14 +86,14 @@ class HelperLink:
         self.close()
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
-        opening = asyncio.get_running_loop().sock_connect(self._socket, self._path)
+        opening = asyncio.get_running_loop().sock_connect(self._socket, self.path)
         try:
             await asyncio.wait_for(opening, _CONNECT_S)
         except (OSError, asyncio.TimeoutError) as error:
             self.close()
             words = getattr(error, "strerror", None) or "no answer"
             raise LeverError(
-                f"no helper at {self._path}: {words}; see systemd/edged-levers.socket"
+                f"no helper at {self.path}: {words}; see systemd/edged-levers.socket"
             ) from None
 
     async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:

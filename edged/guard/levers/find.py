@@ -55,36 +55,39 @@ async def find_levers(
     trials: list[Trial] = []
     reasons: list[str] = []
     candidates = [*extra]
-    if settings.frequency_get:
-        candidates += await _command(settings, state_dir, reasons)
+    used: tuple[Lever, ...] = ()
     link = HelperLink(settings.helper_socket)
-    candidates += await _helper(link, reasons) if settings.helper_socket else []
-    for lever in candidates:
-        if lever.kind in live:
-            await lever.stop()
-            continue
-        why = await proven(lever)
-        trials.append(Trial(lever.name, lever.kind, why))
-        if why:
-            await lever.stop()
-        else:
-            live[lever.kind] = lever
-    if not link.users:
-        link.close()
+    try:
+        candidates += await _command(settings, state_dir, reasons)
+        candidates += await _helper(link, reasons)
+        for lever in candidates:
+            why = await proven(lever) if lever.kind not in live else "another one is used"
+            trials.append(Trial(lever.name, lever.kind, why))
+            if not why:
+                live[lever.kind] = lever
+        used = tuple(live.values())
+    finally:  # cancelled, too: nothing stays where a trial put it
+        for lever in candidates:
+            if lever not in used:
+                await lever.stop()
+        if not link.users:
+            link.close()
     notes = tuple(_missing(kind, trials, reasons) for kind in _WITHOUT if kind not in live)
     return Found(live.get("frequency"), live.get("fan"), notes, tuple(trials))
 
 
 async def proven(lever: Lever) -> str:
-    """Why the lever does not count; "" when both its ends could be set and read back.
+    """Why the lever does not count; "" when two places could be set and read back.
 
-    The cool end comes last: whoever is killed in between leaves a cool board.
+    The cooler comes last: whoever is killed in between leaves a cool board. A fan goes half the
+    way only, for the sake of whoever sleeps beside it.
     """
     low, high = lever.values[0], lever.values[-1]
     if low == high:
         return "has one place only"
+    places = (high, low) if lever.kind == "frequency" else (low, (low + high) / 2)
     try:
-        for value in (high, low) if lever.kind == "frequency" else (low, high):
+        for value in places:
             found = await lever.set(value)
             if not proves(lever.kind, lever.values, value, found):
                 return f"was set to {value:g} but reads {found:g}"
@@ -97,6 +100,8 @@ async def proven(lever: Lever) -> str:
 async def _command(
     settings: settings.Levers, state_dir: Path | None, reasons: list[str]
 ) -> list[LocalLever]:
+    if not settings.frequency_get:
+        return []
     knob = CommandClock(
         "command/clock",
         settings.frequency_get,
@@ -114,6 +119,8 @@ async def _command(
 
 
 async def _helper(link: HelperLink, reasons: list[str]) -> list[Lever]:
+    if not link.path:
+        return []
     try:
         found, notes = await link.levers()
     except LeverError as error:

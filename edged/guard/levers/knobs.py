@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -58,14 +58,17 @@ def clamped(kind: Kind, values: Sequence[float], value: float) -> float:
     return float(max((gear for gear in values if gear <= value), default=values[0]))
 
 
-def move(knob: Knob, value: float, sleep: Callable[[float], None] = time.sleep) -> float:
+def move(knob: Knob, value: float) -> float:
     """Write a clamped value and wait until it can be read back; returns the reading."""
     knob.write(value)
-    for _ in range(round(_SETTLE_S / _POLL_S)):
+    end_s = time.monotonic() + _SETTLE_S
+    while True:
         found = knob.read()
         if proves(knob.kind, knob.values, value, found):
             return found
-        sleep(_POLL_S)
+        if time.monotonic() >= end_s:
+            break
+        time.sleep(_POLL_S)
     raise LeverError(f"{knob.name}: was set to {value:g} but still reads {found:g}: not live")
 
 
