@@ -135,6 +135,18 @@ def test_the_drivers_files_are_found_where_they_may_be(tmp_path: Path, library: 
     assert places.dcmi_library("/nowhere/libdcmi.so", {}) is None
 
 
+def test_the_drivers_own_libraries_are_found_without_an_environment() -> None:
+    """Under systemd nobody has sourced the vendor's script: the usual folders are searched, after
+    the operator's own, and never the working folder."""
+    assert places.loader_path({}).split(":")[0] == "/usr/lib64"
+    assert places.loader_path({"LD_LIBRARY_PATH": "/mine::/usr/lib64:"}).split(":")[:3] == [
+        "/mine",
+        "/usr/lib64",
+        "/usr/local/Ascend/driver/lib64/driver",
+    ]
+    assert "" not in places.loader_path({"LD_LIBRARY_PATH": ":"}).split(":")
+
+
 @pytest.mark.parametrize(
     ("override", "key"),
     [

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from edged.guard.sensors import Raw, tidied
 from edged.guard.sensors.hub import Hub, SensorState
-from edged.guard.sensors.stuck import STRETCH_S, Still, watched
+from edged.guard.sensors.stuck import BUSY_RATIO, IDLE_RATIO, STRETCH_S, Still, over, watched
 from edged.settings import Sensors
 from edged.twin.virtual_loop import run_virtual
 
@@ -90,6 +90,11 @@ async def test_sources_in_reserve_are_asked_seldom() -> None:
     await seconds(hub, 300)
     assert first.reads == 300
     assert 15 <= second.reads <= 25
+    seen = set()
+    for _ in range(30):
+        await seconds(hub, 1)
+        seen.add((states(hub)["npu-smi"].word, states(hub)["npu-smi"].problem))
+    assert seen == {("working", ""), ("standby", "")}, "rested, not lost"
 
 
 @virtual
@@ -288,6 +293,29 @@ def test_short_stretches_are_never_stuck(runs: list[tuple[int, float]]) -> None:
     pauses = [((float(length), 65.0, busy), (1.0, 65.0, 0.2)) for length, busy in runs]
     assert STRETCH_S >= 60
     assert not watch(*(stretch for pair in pauses for stretch in pair)).stuck
+
+
+@given(st.lists(st.none() | st.floats(0, 1), max_size=10))
+@trying(deadline=None, max_examples=200)
+def test_a_stretch_is_idle_or_busy_only_if_all_of_it_was(ratios: list[float | None]) -> None:
+    """Bursts between two readings of a source in reserve make neither an idle nor a busy one."""
+    one = over(ratios)
+    if one is None:
+        assert not ratios or None in ratios
+        return
+    known = [ratio for ratio in ratios if ratio is not None]
+    assert (one <= IDLE_RATIO) == all(ratio <= IDLE_RATIO for ratio in known)
+    assert (one >= BUSY_RATIO) == all(ratio >= BUSY_RATIO for ratio in known)
+
+
+@virtual
+async def test_bursts_are_no_stuck_sensor_in_reserve() -> None:
+    """A source in reserve, read every 15 s under a bursty load, is not taken for dead."""
+    hub = Hub([ScriptedSensor("dcmi", *[70, 71] * 2000), ScriptedSensor("npu-smi", 65)], DEFAULT)
+    for burst in range(60):
+        await seconds(hub, 7, busy=float(burst % 2))
+        await seconds(hub, 14 - 7, busy=float((burst + 1) % 2))
+    assert states(hub)["npu-smi"].word == "standby"
 
 
 # tidied ------------------------------------------------------------------------------------------

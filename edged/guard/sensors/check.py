@@ -19,7 +19,7 @@ _NOT_HERE = {
 
 
 async def lines(settings: Sensors, extra: Sequence[Sensor] = ()) -> list[str]:
-    """Reads each source once, side by side; takes no longer than the slowest one's time-out."""
+    """Reads each source once, side by side, and stops it; as long as the slowest one's time-out."""
     used = wanted(settings)
     here = {name: place(name, settings) for name in ORDER}
     asked = [*extra, *(make(name, settings) for name in ORDER if here[name] is not None)]

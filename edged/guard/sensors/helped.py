@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from edged.guard.sensors import Raw, SensorError, printable
+from edged.guard.sensors import Raw, SensorError, places, printable
 from edged.guard.sensors.process import Disposable, kill_group
 
 HELPER = (sys.executable, "-m", "edged.guard.sensors.helper")
@@ -29,7 +29,8 @@ class HelpedSensor:
     ) -> None:
         self.name = name
         self._timeout_s = timeout_s
-        self.process = Disposable(f"the {name} reader", (*HELPER, *arguments), kill=kill)
+        environ = {"LD_LIBRARY_PATH": places.loader_path()}
+        self.process = Disposable(f"the {name} reader", (*HELPER, *arguments), environ, kill)
 
     async def read(self) -> Raw:
         line = await self.process.ask(self._timeout_s)

@@ -19,17 +19,19 @@ import structlog
 from edged.core import Reading
 from edged.guard.plausible import Filter, believed
 from edged.guard.sensors import Raw, Sensor, SensorError, tidied
-from edged.guard.sensors.stuck import Still, watched
+from edged.guard.sensors.stuck import Still, over, watched
 from edged.settings import Sensors
 
 log = structlog.get_logger("edged.guard")
 
-Word = Literal["starting", "working", "failing", "stale", "stuck"]
+Word = Literal["starting", "working", "standby", "failing", "stale", "stuck"]
 
 _PATIENCE_S = 0.3  # of sample(); slower sources are picked up when they answer
+_LEAVE_S = 5.0  # for readings under way, when stopped
 _EARLY = 0.9  # share of an interval after which a source is due: callers' clocks jitter
 _FORGET_S = 60.0  # without a believed reading; then a jump is no longer one
 _FAILURES = 3  # in a row, before a source is asked less and less often
+_MOST_RATIOS = 64  # busy ratios kept between two readings of a source
 _MOST_KINDS = 16  # of problems logged until a source has recovered
 
 
@@ -59,6 +61,7 @@ class _Source:
         self.raw: Raw | None = None  # the last believed one
         self.thresholds = Raw()
         self.problem = ""
+        self.busy: deque[float | None] = deque(maxlen=_MOST_RATIOS)  # since the last reading
         self._failures = 0
         self._history: deque[bool] = deque(maxlen=settings.of_reads)
         self._filter = Filter()
@@ -72,7 +75,7 @@ class _Source:
         longest_s = max(interval_s, self._settings.standby_interval_s)
         return now_s - self.began_s >= _EARLY * min(interval_s * 2.0**exponent, longest_s)
 
-    async def read(self, busy_ratio: float | None) -> None:
+    async def read(self) -> None:
         self.began_s = began_s = asyncio.get_running_loop().time()
         try:
             raw = tidied(await self.sensor.read())
@@ -86,7 +89,8 @@ class _Source:
             self._filter = Filter()
         self._filter, value_c, problem = believed(self._filter, raw.temperature_c)
         if value_c is not None:
-            self._still = watched(self._still, value_c, busy_ratio, began_s)
+            self._still = watched(self._still, value_c, over(self.busy), began_s)
+            self.busy.clear()
             self.raw, self.read_s = raw, began_s
             if self._still.stuck:
                 problem = f"stuck at {value_c:g} °C while the load changed"
@@ -125,9 +129,13 @@ class _Source:
 
     def state(self, now_s: float, in_use: bool) -> SensorState:
         word, problem = self.word(now_s), self.problem
-        if word == "stale" and not problem:
-            problem = "does not answer" if self.task is not None else "was not asked for a while"
         age_s = None if self.read_s is None else now_s - self.read_s
+        if word == "stale" and not problem:
+            asked_again_s = 2 * self._settings.standby_interval_s
+            if self.task is None and age_s is not None and age_s <= asked_again_s:
+                word = "standby"
+            else:
+                problem = "does not answer"
         of = len(self._history)
         return SensorState(self.sensor.name, word, problem, age_s, self.good, of, in_use)
 
@@ -144,11 +152,13 @@ class Hub:
         last call that the NPU executed, 0..1; None = not known."""
         now_s = asyncio.get_running_loop().time()
         started = []
+        for source in self._sources:
+            source.busy.append(busy_ratio)
         better = False  # a more trusted source works: this one stands by
         for source in self._sources:
             interval_s = self._settings.standby_interval_s if better else self._settings.interval_s
             if source.due(now_s, interval_s):
-                source.task = asyncio.ensure_future(source.read(busy_ratio))
+                source.task = asyncio.ensure_future(source.read())
                 source.task.add_done_callback(partial(_done, source))
                 started.append(source.task)
             better = better or source.word(now_s) == "working"
@@ -197,7 +207,8 @@ class Hub:
         tasks = [source.task for source in self._sources if source.task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LEAVE_S)
         stops = (source.sensor.stop() for source in self._sources)
         for failure in await asyncio.gather(*stops, return_exceptions=True):
             if isinstance(failure, BaseException):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edged.guard.sensors import Raw, SensorError, printable
+from edged.guard.sensors import Raw, SensorError, places, printable
 from edged.guard.sensors.process import Disposable, kill_group
 
 _MIB = 1 << 20  # its "MB"
@@ -171,7 +171,8 @@ class NpuSmi:
         kill: Callable[[int], None] = kill_group,
     ) -> None:
         self._chip, self._timeout_s = chip, timeout_s
-        self.process = Disposable("npu-smi", (path, "info"), {"LC_ALL": "C"}, kill)
+        environ = {"LC_ALL": "C", "LD_LIBRARY_PATH": places.loader_path()}
+        self.process = Disposable("npu-smi", (path, "info"), environ, kill)
 
     async def read(self) -> Raw:
         ended = await self.process.run(self._timeout_s)

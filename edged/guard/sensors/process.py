@@ -195,7 +195,7 @@ class Disposable:
         if await child.until(lambda: child.exited, _LAST_WORDS_S):
             last = bytes(child.err[-200:]).decode(errors="replace").strip()
             return f"{self._what} ended: {child.end}" + (f" ({last})" if last else "")
-        return f"{self._what} answered in no form of ours; stopped it"
+        return f"{self._what} ended, or answered in no form of ours"
 
     async def stop(self) -> None:
         """Let it go, then make it; returns in time even where it cannot die."""
@@ -213,7 +213,7 @@ class Disposable:
 
     async def _start(self, stdin: int) -> _Child:
         old = self._child
-        if old is not None and not old.exited:
+        if old is not None and not await old.until(lambda: old.exited, _LAST_WORDS_S):
             raise SensorError(
                 f"{self._what}: process {old.pid} hangs in the driver and cannot be ended; "
                 "waiting for it (a reboot may be needed)"

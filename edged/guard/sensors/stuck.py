@@ -7,6 +7,7 @@ stretch and a long busy one. It takes minutes, and a board that is always busy n
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 STRETCH_S = 60.0  # of each kind, without a pause: the fast terms of a chip's heat have settled
@@ -29,6 +30,16 @@ class Still:
     @property
     def stuck(self) -> bool:
         return min(self.longest_idle_s, self.longest_busy_s) >= STRETCH_S
+
+
+def over(ratios: Collection[float | None]) -> float | None:
+    """One busy ratio for a stretch of several: idle or busy only if all of it was."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    if not known or len(known) < len(ratios):
+        return None
+    if max(known) <= IDLE_RATIO:
+        return max(known)
+    return min(known) if min(known) >= BUSY_RATIO else (IDLE_RATIO + BUSY_RATIO) / 2
 
 
 def watched(state: Still, value_c: float, busy_ratio: float | None, at_s: float) -> Still:
