@@ -1,4 +1,4 @@
-"""`edged`: run, export, models, twin, simulate, check-config. Maps errors to exit codes.
+"""`edged`: run, check, check-config, export, models, twin, simulate. Maps errors to exit codes.
 
 0 ended well; 2 usage; 75 no engine can start (try again later); 78 bad configuration.
 """
@@ -16,8 +16,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
-
-import structlog
 
 from edged import __version__, config, logs
 from edged.errors import ConfigError, EdgedError, EngineUnavailable
@@ -75,17 +73,20 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(verb=_run)
     check = verbs.add_parser("check-config", help="read the configuration and say what is wrong")
     check.set_defaults(verb=_check_config)
-    for verb in (run, check):
+    board = verbs.add_parser("check", help="say which sensors and levers this board really has")
+    board.set_defaults(verb=_check)
+    for verb in (run, check, board):
         verb.add_argument("--config", type=Path, metavar="FILE", help="TOML file")
         verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
-    run.add_argument(
-        "--twin",
-        nargs="?",
-        const="310b4",
-        default="",
-        metavar="BOARD",
-        help="run the NPU path on a simulated board (310b4, 310b1, 310p3, field or a TOML file)",
-    )
+    for verb in (run, board):
+        verb.add_argument(
+            "--twin",
+            nargs="?",
+            const="310b4",
+            default="",
+            metavar="BOARD",
+            help="a simulated board as the NPU (310b4, 310b1, 310p3, field or a TOML file)",
+        )
     twin = verbs.add_parser("twin", help="order faults and heat on the simulated board")
     twin.set_defaults(verb=_twin)
     lab = verbs.add_parser("simulate", help="compare thermal policies on scenarios, in the lab")
@@ -103,6 +104,16 @@ def _parser() -> argparse.ArgumentParser:
 def _check_config(arguments: argparse.Namespace) -> int:
     checked = config.load(arguments.config, tuple(arguments.sets))
     print(f"configuration is good; node {checked.node}, state in {checked.state_dir}")
+    return EX_OK
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from edged import check
+
+    checked = config.load(arguments.config, (*_twin_settings(arguments.twin), *arguments.sets))
+    logs.configure("error", checked.log.format)  # the lines say what failed
+    for line in asyncio.run(check.lines(checked)):
+        print(line)
     return EX_OK
 
 
@@ -160,49 +171,19 @@ def _twin_settings(board: str) -> tuple[str, ...]:
 
 
 def _prepared(checked: Config, notifier: Notifier) -> dict[str, Path]:
-    """The exported model of each engine; blocks for the time of an export.
+    """As model_dirs.prepared; blocks for the time of an export.
 
     Raises KeyboardInterrupt on SIGTERM.
     """
+    from edged.model_dirs import prepared
+
     notifier.status("preparing the model")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with _more_time(notifier):
-            own = [name for name in checked.engines.chain if name != "openai"]
-            return {name: _model_dir(name, checked) for name in own}
+            return prepared(checked)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _model_dir(engine: str, checked: Config) -> Path:
-    from edged import models
-    from edged.twin import boards
-
-    state_dir = Path(checked.state_dir)
-    log = structlog.get_logger("edged")
-    dtype: str = checked.cpu.dtype
-    target, gears = "cpu", list[str]()
-    if engine == "npu":
-        npu = checked.npu
-        if npu.model:
-            return _expanded("npu.model", npu.model)
-        dtype, target = npu.dtype, "twin"
-        gears = ["--batch-gears", ",".join(map(str, npu.batch_gears))]
-        gears += ["--context-gears", ",".join(map(str, npu.context_gears))]
-        gears += ["--prefill-chunk", str(npu.prefill_chunk)]
-        gears += ["--soc", boards.load(npu.twin).soc]
-    if engine == "cpu" and checked.cpu.model:
-        source = _existing("cpu.model", checked.cpu.model)
-    else:
-        source = _source(checked, state_dir)
-    return models.ensure_exported(
-        source,
-        state_dir,
-        dtype,
-        lambda line: log.info("preparing_model", engine=engine, what=line),
-        target,
-        gears,
-    )
 
 
 @contextlib.contextmanager
@@ -221,39 +202,6 @@ def _more_time(notifier: Notifier) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def _source(checked: Config, state_dir: Path) -> Path:
-    """The model to serve: model.path, else the demo model."""
-    from edged import models
-
-    if checked.model.path:
-        return _existing("model.path", checked.model.path)
-    path = models.demo_path(state_dir)
-    if not path.exists():
-        raise ConfigError(
-            "model.path: not set, and the demo model is not there; "
-            "run `edged models fetch demo` or set model.path"
-        )
-    return path
-
-
-def _existing(key: str, given: str) -> Path:
-    path = _expanded(key, given)
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{key}: {path} does not exist") from None
-    except OSError as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from None
-    return path
-
-
-def _expanded(key: str, given: str) -> Path:
-    try:
-        return Path(given).expanduser().absolute()  # workers have another working directory
-    except RuntimeError:  # a user without a home
-        raise ConfigError(f"{key}: the home folder is unknown; give a full path") from None
 
 
 def _greet(checked: Config, url: str) -> None:

@@ -18,7 +18,7 @@ from edged.guard.levers.find import Found, find_levers
 from edged.guard.loop import Engines, Guard, Hooks
 from edged.guard.sensors.factory import make_hub
 from edged.guard.work import Executed
-from edged.settings import Config, Sensors
+from edged.settings import Config, Levers, Sensors
 from edged.twin.lever import twin_levers
 from edged.twin.sensor import TwinSensor
 from edged.twin.state import TwinState
@@ -58,7 +58,7 @@ def make_guard(
         chain = ("npu", *(name for name in chain if name != "npu"))
     section = config.npu if chain[0] == "npu" else config.cpu
     engines = Engines(chain, _batches(model_dirs[chain[0]], section.slots), section.prefill_chunk)
-    hub = make_hub(_sensors(config, twin), (TwinSensor(twin),) if twin else ())
+    hub = make_hub(sensors_of(config, twin), (TwinSensor(twin),) if twin else ())
     hooks = Hooks(
         streams=streams,
         waiting=waiting,
@@ -69,7 +69,8 @@ def make_guard(
     return Guard(config.guard, engines, hub, lambda: _find(config, twin), hooks)
 
 
-def _sensors(config: Config, twin: TwinState | None) -> Sensors:
+def sensors_of(config: Config, twin: TwinState | None) -> Sensors:
+    """Nothing of the host counts beside a simulated board, unless it is named."""
     if twin is not None and config.sensors.sources == ("auto",):
         return msgspec.structs.replace(config.sensors, sources=())
     return config.sensors
@@ -77,10 +78,14 @@ def _sensors(config: Config, twin: TwinState | None) -> Sensors:
 
 async def _find(config: Config, twin: TwinState | None) -> Found:
     extra = twin_levers(twin) if twin is not None else ()
-    levers = config.levers
-    if twin is not None:
-        levers = msgspec.structs.replace(levers, helper_socket="", frequency_get=())
-    return await find_levers(levers, extra, Path(config.state_dir))
+    return await find_levers(levers_of(config, twin), extra, Path(config.state_dir))
+
+
+def levers_of(config: Config, twin: TwinState | None) -> Levers:
+    """Nothing of the host is moved for a simulated board."""
+    if twin is None:
+        return config.levers
+    return msgspec.structs.replace(config.levers, helper_socket="", frequency_get=())
 
 
 def _batches(model_dir: Path, slots: int) -> tuple[int, ...]:

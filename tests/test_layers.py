@@ -24,7 +24,7 @@ LEAVES = (
 ALLOWED: dict[str, tuple[str, ...]] = {
     "": (),  # edged/__init__.py: the version
     "__main__": ("cli",),
-    "cli": ("app", "logs", "models", "systemd", "export", "twin"),
+    "cli": ("app", "check", "model_dirs", "logs", "models", "systemd", "export", "twin"),
     "app": ("*",),
     "core": (),
     "errors": (),
@@ -48,6 +48,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "worker": ("wire", "text.constraint"),
     "worker.om.binding": ("worker", "twin.acl"),  # the simulated board, reached as `acl`
     "guard": (),
+    "check": ("thermal", "guard", "twin"),
+    "model_dirs": ("models", "twin.boards"),
     "thermal": ("guard", "twin", "wire", "manifest"),
     "twin": ("scheduler", "queue", "ladder", "guard", "worker.plan", "worker.even_pace", "wire"),
     "export": ("models", "text.vocabulary", "twin.om"),  # packs what the twin runs
