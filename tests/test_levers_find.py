@@ -18,7 +18,7 @@ from fakes_twin import make_board
 
 from edged import config
 from edged.errors import ConfigError
-from edged.guard.levers import LeverError
+from edged.guard.levers import Kind, LeverError
 from edged.guard.levers.check import check, lines
 from edged.guard.levers.client import HelperLever
 from edged.guard.levers.find import Found, find_levers
@@ -190,6 +190,38 @@ async def test_a_clock_between_the_gears_is_restored_as_it_was(board: Board) -> 
         assert levers.frequency is not None
         await levers.frequency.set(400)
     assert (board.folder / "mhz").read_text() == "1000\n"
+
+
+class Liar:
+    """A lever that says it obeyed."""
+
+    name: str = "liar"
+    kind: Kind = "frequency"
+
+    def __init__(self, values: tuple[float, ...], reads: float) -> None:
+        self.values, self.reads, self.stopped = values, reads, False
+
+    async def set(self, value: float) -> float:
+        return self.reads
+
+    async def restore(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.mark.parametrize("reads", [800.0, 400.0, float("nan"), 0.0])
+@pytest.mark.parametrize("values", [(400.0, 800.0), (800.0,)])
+async def test_a_reading_that_does_not_follow_is_no_proof(
+    values: tuple[float, ...], reads: float
+) -> None:
+    """One that always reads the same, reads nothing real or has one place only does not count."""
+    liar = Liar(values, reads)
+    levers = await find_levers(Levers(helper_socket=""), [liar])
+    assert levers.frequency is None
+    assert liar.stopped
+    assert levers.notes[0].startswith(HOLDING + " (liar: ")
 
 
 async def test_a_search_that_is_cancelled_puts_back_what_it_tried(board: Board) -> None:

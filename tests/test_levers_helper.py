@@ -115,6 +115,24 @@ def test_a_stopped_helper_restores_first(board: Board, number: int) -> None:
     assert board.fan() == BEFORE
 
 
+def test_a_stop_in_the_middle_of_a_move_is_undone(board: Board) -> None:
+    """SIGTERM while a vendor's tool is at work: it ends first, then the clock goes back."""
+    on_set = '[ $2 != 400 ] || { touch "$clock.began"; sleep 0.5; }; echo "$2" > "$clock"'
+    tool = str(clock_tool(board.folder, on_set=on_set))
+    board.configure(
+        frequency_get=[tool, "get"],
+        frequency_set=[tool, "set", "{mhz}"],
+        frequencies_mhz=[400, 800],
+    )
+    with board.helper() as helper, Asker(board.socket) as asker:
+        asker.send(b'{"verb": "set", "name": "command/clock", "value": 400}\n')
+        until((board.folder / "mhz.began").exists)
+        helper.terminate()
+        assert helper.wait(20) == 0
+    assert (board.folder / "mhz").read_text() == "800\n"
+    assert not board.saved.exists()
+
+
 def test_restore_leaves_a_working_helper_alone(board: Board) -> None:
     """--restore beside a helper at work is refused in words and changes nothing."""
     with board.helper(), Asker(board.socket) as asker:
