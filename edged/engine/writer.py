@@ -59,7 +59,6 @@ class Writer:
         if not self.by_ids:
             self.generated = self._model.text_ids(self.written)
             self._detokenizer = self._model.detokenizer()
-            self.by_ids = True
         return self.generated
 
     def settle(self) -> None:
@@ -85,6 +84,7 @@ class Writer:
             self.cached_tokens = step.cached_tokens
         if step.text is not None:
             return self._feed_text(step, step.text)
+        self.by_ids = self.by_ids or bool(step.token_ids)  # after the ids of what was written
         text, logprobs, ids = "", [], []
         for index, token_id in enumerate(step.token_ids):
             self.generated.append(token_id)
