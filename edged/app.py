@@ -18,8 +18,9 @@ import structlog
 
 from edged import thermal, wire
 from edged.core import Limits
-from edged.engine.factory import make_engines
+from edged.engine.factory import make_engines, make_overseer
 from edged.engine.links import make_links, make_upstream
+from edged.engine.overseer import Overseer
 from edged.engine.upstream import UpstreamEngine
 from edged.engine.worker_engine import WorkerEngine
 from edged.errors import EngineFault, EngineUnavailable, Overheated
@@ -36,7 +37,7 @@ from edged.settings import Config
 from edged.status import Status, status_of
 from edged.systemd import Notifier
 from edged.text.model import TextModel
-from edged.twin.figures import board_at, figures
+from edged.twin.figures import board_at, figures, free_bytes
 from edged.twin.state import TwinState
 
 log = structlog.get_logger("edged")
@@ -64,6 +65,7 @@ class Parts:
     http: HttpServer
     mqtt: MqttIngress | None
     guard: Guard | None
+    overseer: Overseer
     status: Callable[[], Status]
 
 
@@ -85,6 +87,7 @@ async def run(
             await stack.enter_async_context(_running(parts.guard))
         stack.push_async_callback(_stop_engines, parts.engines)
         await stack.enter_async_context(_feeding(notifier, parts.status))
+        await stack.enter_async_context(_overseen(parts.overseer))
         await _start_engines(config, parts.engines, stop)
         if not stop.asked.is_set():
             if parts.mqtt is not None:
@@ -106,8 +109,15 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     catalog = Catalog([text], config.generation, context_tokens)
     twin = board_at(twin_folder(config), config.npu.twin) if config.npu.twin else None
     workers = make_engines(
-        config, text.name, model_dirs, context_tokens, twin_folder(config), foreign=foreign
+        config,
+        text.name,
+        model_dirs,
+        context_tokens,
+        twin_folder(config),
+        functools.partial(free_bytes, twin) if twin is not None else lambda: None,
+        foreign,
     )
+    overseer = make_overseer(config, workers)
     upstream = make_upstream(config)
     links = make_links(config, workers, upstream, foreign, model_dirs)
     named: dict[str, WorkerEngine | UpstreamEngine] = {engine.name: engine for engine in workers}
@@ -142,10 +152,18 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
         Queue[Stream](config.queue.max_requests, config.queue.max_tokens, config.queue.aging_s),
         on_finish=metrics.on_finish,
         on_refuse=metrics.on_refuse,
+        on_leave=overseer.need,
+        on_move=metrics.stream_moves.add,
     )
+
+    def on_change() -> None:
+        overseer.review()  # first: an engine that it wakes is worth waiting for
+        scheduler.dispatch()
+
     for engine in engines:
-        engine.on_change = scheduler.dispatch
+        engine.on_change = on_change
     for worker in workers:
+        worker.on_move = functools.partial(metrics.ladder_moves.add, worker.name)
         worker.on_report = functools.partial(_on_report, metrics, guard, worker.name)
 
     def status() -> Status:
@@ -161,7 +179,7 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     mqtt = None
     if config.mqtt.url:
         mqtt = MqttIngress(config.mqtt, config.node, scheduler, catalog, metrics, status)
-    return Parts(text, engines, scheduler, metrics, http, mqtt, guard, status)
+    return Parts(text, engines, scheduler, metrics, http, mqtt, guard, overseer, status)
 
 
 def twin_folder(config: Config) -> Path:
@@ -194,6 +212,16 @@ async def _running(part: HttpServer | MqttIngress | Guard) -> AsyncIterator[None
         yield
     finally:
         await part.stop()
+
+
+@asynccontextmanager
+async def _overseen(overseer: Overseer) -> AsyncIterator[None]:
+    task = asyncio.create_task(overseer.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _stop_engines(engines: tuple[WorkerEngine | UpstreamEngine, ...]) -> None:

@@ -237,8 +237,12 @@ def _resolve(config: Config) -> Config:
         raise ConfigError(
             "state_dir, http.unix_socket: the home folder is unknown; give full paths"
         ) from None
+    engines, chain = config.engines, config.engines.chain
+    if engines.fallback == "off" and "npu" in chain and "cpu" in chain[chain.index("npu") :]:
+        chain = tuple(name for name in chain if name != "cpu")
     return msgspec.structs.replace(
         config,
+        engines=msgspec.structs.replace(engines, chain=chain),
         node=config.node or default_node(),
         state_dir=str(state_dir),
         http=msgspec.structs.replace(config.http, unix_socket=unix_socket),

@@ -226,6 +226,9 @@ class Health:
     """One engine's state in words, for status, readiness and dispatch.
 
     state: "off" (not started or out of restarts for now), "starting", "ready", "failed".
+    rung: the launch configuration, in words; reason: why the last one was left; next_climb_s: loop
+    time before which none is climbed. memory: the last sum that was checked before a load.
+    standby: off because it is not needed; it is started when it is.
     admits: False while the guard lets nothing new into it.
     """
 
@@ -235,4 +238,10 @@ class Health:
     slots: int = 0
     restarts: int = 0
     last_progress_s: float | None = None
+    rung: str = ""
+    rung_number: int = 0  # 0 = the full configuration
+    memory: str = ""
+    reason: str = ""
+    next_climb_s: float | None = None
+    standby: bool = False
     admits: bool = True

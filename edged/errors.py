@@ -103,6 +103,12 @@ class Overheated(EngineFault):
     code = "thermal_shutdown"
 
 
+class EngineMoved(EngineFault):
+    """The engine restarts on purpose: the stream goes on elsewhere, or there again."""
+
+    code = "engine_moved"
+
+
 class WireError(EngineFault):
     """A frame that cannot be sent or understood; the peer is treated as lost."""
 

@@ -66,8 +66,8 @@ def needs(kind: str, model_dir: Path, slots: int, context_tokens: int) -> Needs 
         weight_bytes = sum(path.stat().st_size for path in files)
     except (OSError, msgspec.DecodeError):
         return None
-    longest = max((context for _, _, context in manifest.gears), default=manifest.context_tokens)
-    context = min(manifest.context_tokens, longest, context_tokens or longest)
+    longest = longest_tokens(model_dir)
+    context = min(longest, context_tokens or longest)
     planes = 2 * manifest.layers * manifest.kv_heads * manifest.head_dim
     row_bytes = planes * _TYPE_BYTES.get(manifest.cache_dtype, 4)
     cache_bytes = slots * context * row_bytes
@@ -77,6 +77,16 @@ def needs(kind: str, model_dir: Path, slots: int, context_tokens: int) -> Needs 
     rows = max([slots, *(tokens for _, tokens, _ in manifest.gears)])
     scratch_bytes = slots * manifest.vocab * 4 + rows * row_bytes
     return Needs(transient_bytes, weight_bytes + _PROCESS_BYTES, cache_bytes + scratch_bytes)
+
+
+def longest_tokens(model_dir: Path) -> int:
+    """The longest sequence the model of this folder holds; 0 when it cannot be read."""
+    try:
+        manifest = msgspec.json.decode((model_dir / "model.json").read_bytes(), type=_Manifest)
+    except (OSError, msgspec.DecodeError):
+        return 0
+    longest = max((context for _, _, context in manifest.gears), default=manifest.context_tokens)
+    return min(manifest.context_tokens, longest)
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,12 @@ class Metrics(Collector):
             "edged_cached_tokens", "Prompt tokens taken from a slot's cache."
         )
         self.generation_tokens = Counter("edged_generation_tokens", "Tokens generated.")
+        self.ladder_moves = Counter(
+            "edged_ladder_moves", "Launch configurations left, by why.", ("engine", "reason")
+        )
+        self.stream_moves = Counter(
+            "edged_stream_moves", "Streams that went on elsewhere.", ("from", "to", "reason")
+        )
         self.mqtt_reconnects = Counter("edged_mqtt_reconnects", "Connections to the broker lost.")
         self.mqtt_dropped = Counter(
             "edged_mqtt_dropped", "MQTT messages not served or not sent.", ("reason",)
@@ -254,10 +260,14 @@ def _engines(status: Status) -> Iterator[Metric]:
     restarts = CounterMetricFamily(
         "edged_engine_restarts", "Restarts of the engine's worker.", labels=("engine",)
     )
+    rung = GaugeMetricFamily(
+        "edged_engine_rung", "Launch configuration; 0 is the full one.", labels=("engine",)
+    )
     for name, health in status.engines:
+        rung.add_metric((name,), float(health.rung_number))
         for one in ENGINE_STATES:
             state.add_metric((name, one), float(one == health.state))
         slots.add_metric((name,), float(health.slots))
         free.add_metric((name,), float(max(0, health.slots - health.running)))
         restarts.add_metric((name,), float(health.restarts))
-    yield from (state, slots, free, restarts)
+    yield from (state, slots, free, restarts, rung)

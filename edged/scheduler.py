@@ -53,12 +53,18 @@ class Scheduler:
         queue: Queue[Stream],
         on_finish: Callable[[Request, Finish], None] = lambda request, finish: None,
         on_refuse: Callable[[Request, str], None] = lambda request, code: None,
+        on_leave: Callable[[str], None] = lambda code: None,
+        on_move: Callable[[str, str, str], None] = lambda source, target, reason: None,
     ) -> None:
+        """on_leave: an engine has lost a stream, for this code; on_move: (from, to, reason) the
+        stream has found another."""
         self._engines = engines
         self._texts = texts
         self._queue = queue
         self._on_finish = on_finish
         self._on_refuse = on_refuse
+        self._on_leave = on_leave
+        self._on_move = on_move
         self._streams: dict[Stream, _Running | None] = {}  # None = waiting
         self._ever_ready = False
         self._draining = False
@@ -140,7 +146,7 @@ class Scheduler:
         def suits(stream: Stream) -> bool:
             if not stream.suits(engine):
                 return False
-            return bool(stream.left) or engine is next(filter(stream.suits, ready))
+            return stream.moves is not None or engine is next(filter(stream.suits, ready))
 
         while self._queue and engine.capacity() > 0:
             running = [s.request.client for s, r in self._streams.items() if r is not None]
@@ -151,11 +157,14 @@ class Scheduler:
             self._start(waiting.item, engine)
 
     def _start(self, stream: Stream, engine: Link) -> None:
+        source, moves = stream.engine, stream.moves
         try:
             run = stream.run_on(engine)
         except (RowFault, EngineFault) as fault:
             self._requeue(stream, fault)  # dispatch, which called us, goes on to the next engine
             return
+        if moves is not None:
+            self._on_move(source, engine.name, moves.code)
         self._streams[stream] = _Running(run, asyncio.create_task(self._drive(stream, run)))
 
     def _requeue(self, stream: Stream, fault: RowFault | EngineFault) -> None:
@@ -163,6 +172,7 @@ class Scheduler:
         if not (isinstance(fault, EngineBusy) and stream.put_back()):
             stream.leave(fault)
         self._streams[stream] = None
+        self._on_leave(fault.code)
         if not self._may_wait(stream):
             self._give_up(stream)
             return

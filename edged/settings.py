@@ -17,6 +17,7 @@ Gears = Annotated[tuple[PositiveInt, ...], msgspec.Meta(min_length=1)]
 YEAR_S = 366 * 86400.0
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=YEAR_S)]
 PositiveMhz = Annotated[float, msgspec.Meta(gt=0, le=1e5)]
+Percent = Annotated[float, msgspec.Meta(gt=0, le=100)]
 Slots = Annotated[int, msgspec.Meta(ge=1, le=256)]
 ChunkTokens = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 EngineName = Literal["npu", "cpu", "openai"]
@@ -73,6 +74,7 @@ class Cpu(Section, frozen=True):
 class Npu(Section, frozen=True):
     required: bool = False
     model: str = ""
+    small_model: str = ""
     twin: str = ""
     slots: Slots = 8
     context_gears: Gears = (512, 2048)
@@ -102,6 +104,22 @@ class Engines(Section, frozen=True):
     restart_backoff_s: PositiveSeconds = 0.5
     restart_backoff_max_s: PositiveSeconds = 60.0
     start_timeout_s: PositiveSeconds = 600.0
+    fallback: Literal["auto", "warm", "lazy", "off"] = "auto"
+    fallback_idle_s: PositiveSeconds = 300.0
+
+
+class Recover(Section, frozen=True):
+    off_max_s: PositiveSeconds = 14_400.0
+    climb_after_s: PositiveSeconds = 300.0
+    climb_max_s: PositiveSeconds = 14_400.0
+    memory_floor_mib: Count = 256
+    pressure_some_percent: Percent = 40.0
+    pressure_full_percent: Percent = 10.0
+    proc: str = "/proc"
+    reboot: Literal["never", "idle", "always"] = "never"
+    reboot_command: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = ("systemctl", "reboot")
+    reboot_budget: PositiveInt = 1
+    reboot_window_s: PositiveSeconds = 21_600.0
 
 
 class Queue(Section, frozen=True):
@@ -170,6 +188,7 @@ class Config(Section, frozen=True):
     mqtt: Mqtt = Mqtt()
     model: Model = Model()
     engines: Engines = Engines()
+    recover: Recover = Recover()
     cpu: Cpu = Cpu()
     npu: Npu = Npu()
     upstream: Upstream = Upstream()

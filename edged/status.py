@@ -68,7 +68,7 @@ def _mode(
     if draining:
         return "draining", "the node is shutting down"
     hot = guard.reason if guard is not None and guard.mode == "throttled" else ""
-    missing = [(name, health) for name, health in engines if health.state != "ready"]
+    missing = [(n, h) for n, h in engines if h.state != "ready" and not h.standby]
     if not missing:
         return ("throttled", hot) if hot else ("normal", "all engines are ready")
     reason = "; ".join(f"{name} is {_state(health)}" for name, health in missing)
@@ -88,7 +88,7 @@ def status_json(status: Status) -> dict[str, Any]:
         "mode": status.mode,
         "reason": status.reason,
         "ready": status.ready,
-        "engines": [_engine_json(name, health) for name, health in status.engines],
+        "engines": [_engine_json(name, health, status.at_s) for name, health in status.engines],
         "queue": {"waiting": status.waiting, "oldest_wait_s": _rounded(status.oldest_wait_s)},
         "running": status.running,
         "last_progress_s": _rounded(status.last_progress_s),
@@ -96,7 +96,8 @@ def status_json(status: Status) -> dict[str, Any]:
     }
 
 
-def _engine_json(name: str, health: Health) -> dict[str, Any]:
+def _engine_json(name: str, health: Health, now_s: float) -> dict[str, Any]:
+    climb_s = health.next_climb_s
     return {
         "name": name,
         "state": health.state,
@@ -104,6 +105,11 @@ def _engine_json(name: str, health: Health) -> dict[str, Any]:
         "running": health.running,
         "slots": health.slots,
         "restarts": health.restarts,
+        "standby": health.standby,
+        "rung": health.rung,
+        "rung_left": health.reason,
+        "next_climb_s": None if climb_s is None else round(max(0.0, climb_s - now_s), 3),
+        "memory": health.memory,
     }
 
 

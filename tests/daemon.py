@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 from broker import free_port
 
+from edged.machine import default_state_dir
+
 START_S = 120.0
 
 
@@ -42,6 +44,8 @@ class Daemon:
         self.socket = self.folder / "api.sock"
         self._log = self.folder / "log"
         base = (f"http.port={self.port}", f"http.unix_socket={self.socket}", "node=test")
+        if not any(item.startswith("state_dir=") for item in sets) and not environ:
+            base += (f"state_dir={self._state_dir()}",)
         command = [sys.executable, "-m", "edged", "run"]
         for item in (*base, *sets):
             command += ["--set", item]
@@ -56,6 +60,14 @@ class Daemon:
                 env={**os.environ, **(environ or {})},
                 cwd=cwd,
             )
+
+    def _state_dir(self) -> Path:
+        """Of its own, for a device has one daemon; but models are exported once for all."""
+        state_dir, models = self.folder / "state", default_state_dir() / "models"
+        state_dir.mkdir()
+        models.mkdir(parents=True, exist_ok=True)
+        (state_dir / "models").symlink_to(models)
+        return state_dir
 
     def get(self, path: str, timeout_s: float = 10.0) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:

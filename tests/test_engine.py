@@ -19,14 +19,16 @@ from fakes import request
 from edged import wire
 from edged.core import Limits
 from edged.engine import worker_engine
+from edged.engine.keeper import Rung
+from edged.engine.life import Means
 from edged.engine.output import LINES_PER_S, OutputLog
-from edged.engine.restarts import RestartPolicy
 from edged.engine.run import WorkerRun
 from edged.engine.worker_engine import WorkerEngine
 from edged.errors import EngineFault, RowFault
+from edged.ladder import Rules
 
 SCRIPT = str(Path(__file__).parent / "scripted_worker.py")
-QUICK = RestartPolicy(budget=5, window_s=60, backoff_s=0.05, backoff_max_s=0.2)
+QUICK = Rules(budget=5, window_s=60, backoff_s=0.05, backoff_max_s=0.2)
 
 
 @asynccontextmanager
@@ -34,9 +36,9 @@ async def engine(fault: str = "none", slots: int = 2) -> AsyncIterator[WorkerEng
     made = WorkerEngine(
         "cpu",
         "scripted",
-        wire.Launch("cpu", "/nowhere", slots, 1024, 1, 64),
+        [Rung(f"{slots} slots", wire.Launch("cpu", "/nowhere", slots, 1024, 1, 64))],
         QUICK,
-        command=(sys.executable, SCRIPT, "--fault", fault),
+        Means(command=(sys.executable, SCRIPT, "--fault", fault)),
     )
     try:
         yield made
@@ -245,19 +247,6 @@ def living_in(session: int) -> list[psutil.Process]:
             if os.getsid(process.pid) == session:
                 found.append(process)
     return [process for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
-
-
-def test_restarts_back_off_within_a_budget() -> None:
-    """Delays double to the cap; over the budget the next start waits for the window."""
-    policy = RestartPolicy(budget=3, window_s=100, backoff_s=1, backoff_max_s=3)
-    deaths = (10.0, 20.0, 30.0)
-
-    assert [policy.delay_s(deaths[:n], 30.0) for n in range(4)] == [0, 1, 2, 3]
-    assert not policy.exhausted(deaths, 30.0)
-    four = (*deaths, 40.0)
-    assert policy.exhausted(four, 40.0)
-    assert policy.delay_s(four, 40.0) == 70.0  # when the death at 10 leaves the window
-    assert policy.delay_s(four, 145.0) == 0.0
 
 
 async def test_a_late_reader_gets_one_step_for_several() -> None:

@@ -47,8 +47,16 @@ class Child(asyncio.Protocol):
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
-    async def start(self, engine: str) -> None:
-        """Exec the worker. Raises EngineFault when the process cannot be made."""
+    @property
+    def undead(self) -> bool:
+        """Killed, and yet not ended."""
+        return self._process is not None and self._process.undead
+
+    async def start(self, engine: str, inherited: tuple[int, ...] = ()) -> None:
+        """Exec the worker, with further open files it is to hold.
+
+        Raises EngineFault when the process cannot be made.
+        """
         process = WorkerProcess(engine, self._on_exit)
         try:
             ours, theirs = socket.socketpair()
@@ -57,7 +65,7 @@ class Child(asyncio.Protocol):
         try:
             with theirs:
                 command = (*self._command, "--engine", engine, "--fd", str(theirs.fileno()))
-                await process.exec(command, theirs.fileno(), self._environ)
+                await process.exec(command, (theirs.fileno(), *inherited), self._environ)
             self._process = process
             ours.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(lambda: self, ours)

@@ -1,14 +1,26 @@
-"""From configuration to engines: which worker, which model, how many slots. Starts nothing."""
+"""From configuration to engines: which worker, which model, which rungs. Starts nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from edged import wire
-from edged.engine.restarts import RestartPolicy
+from edged.engine.device_lock import DeviceLock
+from edged.engine.keeper import Gate, Rung
+from edged.engine.life import Means
+from edged.engine.overseer import Overseer, Watch
 from edged.engine.worker_engine import WorkerEngine
+from edged.ladder import Rules
+from edged.memory import SPARE_BYTES, Admission, Memory, longest_tokens, needs
 from edged.settings import Config
+
+_BESIDE_BYTES = 1 << 30  # left when a fallback is kept loaded beside the NPU's model
+_HALVINGS = 2
 
 
 def make_engines(
@@ -17,40 +29,119 @@ def make_engines(
     model_dirs: Mapping[str, Path],
     context_tokens: int,
     twin: Path,
+    device_free_bytes: Callable[[], int | None] = lambda: None,
     foreign: Mapping[str, tuple[str, int]] | None = None,
 ) -> tuple[WorkerEngine, ...]:
-    """The workers of the chain, in order. model_dirs: by engine name; twin: state folder of a
-    simulated board, which the NPU's worker opens in place of a device when npu.twin is set.
-    foreign: (model, context in tokens) of engines with another tokenizer."""
-    engines = config.engines
-    restarts = RestartPolicy(
-        engines.restart_budget,
-        engines.restart_window_s,
-        engines.restart_backoff_s,
-        engines.restart_backoff_max_s,
-    )
-    named = {name: (model, context_tokens) for name in model_dirs} | dict(foreign or {})
-    environ = {"npu": {"EDGED_TWIN": str(twin)} if config.npu.twin else {}}
-    return tuple(
-        WorkerEngine(
-            name,
-            named[name][0],
-            _launch(name, config, model_dirs[name], named[name][1]),
-            restarts,
-            environ=environ.get(name),
-        )
-        for name in engines.chain
-        if name in model_dirs
-    )
+    """Our own engines of the chain, in order. model_dirs: by engine name; twin: state folder of a
+    simulated board, which the NPU's worker opens in place of a device when npu.twin is set;
+    device_free_bytes: by the NPU's own count, where the daemon knows it; foreign: (model, context
+    in tokens) of engines with another tokenizer."""
+    memory = Memory(Path(config.recover.proc))
+    admission = Admission(memory)
+    made: dict[str, WorkerEngine] = {}
+    for name in [name for name in config.engines.chain if name in ("npu", "cpu")]:
+        named, context = (foreign or {}).get(name, (model, context_tokens))
+        rungs = make_rungs(name, config, model_dirs[name], context)
+        means, gate = Means(memory=memory), Gate(admission)
+        if name == "npu":
+            environ = {"EDGED_TWIN": str(twin)} if config.npu.twin else {}
+            lock = DeviceLock(Path(config.state_dir) / "npu.lock")
+            means = Means(environ=environ, memory=memory, lock=lock)
+            gate = Gate(admission, device_free_bytes)
+        elif not config.cpu.threads:
+            means = Means(memory=memory, threads=functools.partial(_cpu_threads, made))
+        made[name] = WorkerEngine(name, named, rungs, _rules(config, len(rungs)), means, gate)
+    if (why := _waits(config, made, memory)) and "cpu" in made:
+        made["cpu"].keeper.park(why)
+    return tuple(made.values())
 
 
-def _launch(name: str, config: Config, model_dir: Path, context_tokens: int) -> wire.Launch:
+def make_overseer(config: Config, engines: tuple[WorkerEngine, ...]) -> Overseer:
+    """Who watches over these engines."""
+    recover = config.recover
+    names = [engine.name for engine in engines]
+    spare = engines[names.index("cpu")] if "cpu" in names[1:] else None
+    watch = Watch(
+        floor_bytes=recover.memory_floor_mib << 20,
+        some_percent=recover.pressure_some_percent,
+        full_percent=recover.pressure_full_percent,
+        idle_s=config.engines.fallback_idle_s,
+        lazy=config.engines.fallback != "warm",
+    )
+    return Overseer(engines, spare, Memory(Path(recover.proc)), watch)
+
+
+def make_rungs(name: str, config: Config, model_dir: Path, context_tokens: int) -> list[Rung]:
+    """From the full configuration to the smallest."""
     section = config.npu if name == "npu" else config.cpu
-    return wire.Launch(
+    launch = wire.Launch(
         engine=name,
         model_dir=str(model_dir),
         slots=section.slots,
         context_tokens=context_tokens,
         threads=config.cpu.threads,
         prefill_chunk=min(section.prefill_chunk, context_tokens),
+        golden_dir=str(Path(config.state_dir) / "golden"),
+    )
+    counts = sorted({max(1, section.slots >> n) for n in range(_HALVINGS + 1)}, reverse=True)
+    rungs = [_rung(msgspec.structs.replace(launch, slots=slots), "") for slots in counts]
+    if name == "npu" and config.npu.small_model:
+        small = str(Path(config.npu.small_model).expanduser().absolute())
+        slots = counts[min(1, len(counts) - 1)]
+        rungs.append(_rung(_shortened(launch, small, slots), " of the small model"))
+    return rungs
+
+
+def _shortened(launch: wire.Launch, model_dir: str, slots: int) -> wire.Launch:
+    """The same with another model, which may hold less."""
+    context_tokens = min(launch.context_tokens, longest_tokens(Path(model_dir)))
+    return msgspec.structs.replace(
+        launch, model_dir=model_dir, slots=slots, context_tokens=context_tokens
+    )
+
+
+def _rung(launch: wire.Launch, of: str) -> Rung:
+    words = f"{launch.slots} slot{'s' if launch.slots > 1 else ''}{of}"
+    sums = needs(launch.engine, Path(launch.model_dir), launch.slots, launch.context_tokens)
+    return Rung(words, launch, sums)
+
+
+def _rules(config: Config, rungs: int) -> Rules:
+    engines, recover = config.engines, config.recover
+    return Rules(
+        rungs=rungs,
+        budget=engines.restart_budget,
+        window_s=engines.restart_window_s,
+        backoff_s=engines.restart_backoff_s,
+        backoff_max_s=engines.restart_backoff_max_s,
+        climb_after_s=recover.climb_after_s,
+        climb_max_s=max(recover.climb_after_s, recover.climb_max_s),
+        off_max_s=recover.off_max_s,
+    )
+
+
+def _cpu_threads(engines: Mapping[str, WorkerEngine]) -> int:
+    """One core is the NPU's host side, while that one runs or is about to; 0 = all of them."""
+    beside = "npu" in engines and engines["npu"].health().state in ("starting", "ready")
+    return max(1, len(os.sched_getaffinity(0)) - 1) if beside else 0
+
+
+def _waits(config: Config, engines: Mapping[str, WorkerEngine], memory: Memory) -> str:
+    """Why the CPU engine is not loaded before it is needed; "" = it is."""
+    fallback = config.engines.fallback
+    names = list(engines)
+    if "cpu" not in names[1:] or fallback == "warm":
+        return ""
+    if fallback == "lazy":
+        return "waits until the NPU fails (engines.fallback is lazy)"
+    npu, cpu = (engines[name].keeper.rungs[0].needs for name in ("npu", "cpu"))
+    available = memory.available_bytes()
+    if npu is None or cpu is None or available is None:
+        return ""
+    wanted = npu.total_bytes + cpu.total_bytes - 2 * SPARE_BYTES + _BESIDE_BYTES
+    if wanted <= available:
+        return ""
+    return (
+        f"waits until the NPU fails: both models and 1 GiB to spare take {wanted >> 20} MiB, "
+        f"{available >> 20} MiB are available"
     )

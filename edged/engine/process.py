@@ -27,6 +27,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
     def __init__(self, engine: str, on_exit: Callable[[], None]) -> None:
         self.exited = asyncio.Event()
+        self.undead = False  # killed, and yet not ended
         self._silent = asyncio.Event()
         self._on_exit = on_exit
         self._transport: asyncio.SubprocessTransport | None = None
@@ -35,15 +36,17 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             lambda lines: log.warning("worker_output_dropped", engine=engine, lines=lines),
         )
 
-    async def exec(self, command: Sequence[str], fd: int, environ: Mapping[str, str]) -> None:
-        """Start it with `fd` inherited and `environ` besides our own variables. Raises OSError."""
+    async def exec(
+        self, command: Sequence[str], inherited: Sequence[int], environ: Mapping[str, str]
+    ) -> None:
+        """Start it with these open files, and `environ` on top of our own. Raises OSError."""
         await asyncio.get_running_loop().subprocess_exec(
             lambda: self,
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,  # vendor libraries chatter there
             stderr=asyncio.subprocess.STDOUT,
-            pass_fds=(fd,),
+            pass_fds=inherited,
             cwd="/",  # `-m` imports from there first: not from wherever the daemon was started
             start_new_session=True,
             env={k: v for k, v in os.environ.items() if k != "NOTIFY_SOCKET"} | dict(environ),
@@ -70,6 +73,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         if not await _within(self.exited, grace_s):
             self.kill()
             if not await _within(self.exited, _DIE_WITHIN_S):
+                self.undead = True
                 log.error("worker_does_not_die", pid=self.pid)
         await _within(self._silent, _LAST_WORDS_S)
         if self._transport is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from edged.core import Delta, EngineSpan, Finish, FinishReason, Request, Timings, Usage
 from edged.engine import Link, Run, TextEngine
 from edged.engine.writer import Writer
-from edged.errors import EdgedError, RequestError, RowFault
+from edged.errors import EdgedError, EngineMoved, RequestError, RowFault
 
 _MOST_RETURNS = 20  # of a stream whose engines are busy whenever it comes; then it moves on or ends
 
@@ -32,6 +32,7 @@ class Stream:
         self.dispatched_s: float | None = None  # the first time
         self.first_token_s: float | None = None
         self.left: dict[str, EdgedError] = {}  # engines that failed it, and how
+        self.moves: EdgedError | None = None  # why it is not where it was
         self.finish: Finish | None = None
         self.expiry: asyncio.TimerHandle | None = None
         self._cancel = cancel
@@ -102,7 +103,7 @@ class Stream:
         return engine.run(dataclasses.replace(request, max_tokens=len(prefix) + left), prefix)
 
     def _begin_span(self, engine: Link) -> None:
-        reason = list(self.left.values())[-1].code if self.left else "first"
+        reason = self.moves.code if self.moves is not None else "first"
         self._close_span()
         at = self.writer.tokens
         by_text = isinstance(engine, TextEngine) or not self.writer.by_ids
@@ -118,8 +119,11 @@ class Stream:
         return True
 
     def leave(self, fault: EdgedError) -> None:
-        """The engine that writes has failed this stream; it will not get it again."""
-        self.left[self._spans[-1].name] = fault
+        """The engine that writes has failed this stream, and will not get it again; or it restarts
+        on purpose, and may."""
+        self.moves = fault
+        if not isinstance(fault, EngineMoved):
+            self.left[self._spans[-1].name] = fault
 
     def push(self, delta: Delta) -> None:
         if self.first_token_s is None and delta.tokens:

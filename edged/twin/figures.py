@@ -20,6 +20,12 @@ def board_at(folder: Path, board: str) -> TwinState:
     return state.create(folder, board)
 
 
+def free_bytes(twin: TwinState) -> int:
+    """Device memory that nobody holds; a board without a process holds none."""
+    used = twin.get("memory_used_bytes") if twin.get("pid") else 0.0
+    return int(twin.board.memory.total_bytes - used)
+
+
 def figures(twin: TwinState, now_s: float) -> dict[str, float]:
     """Base units; names that end in _total only ever grow. now_s: time.monotonic()."""
     sample = twin.sample(now_s)

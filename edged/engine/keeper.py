@@ -1,0 +1,283 @@
+"""Keeper: keeps one engine alive: worker after worker, each at the rung the ladder says.
+
+Starts none before the sum of memory allows it. Knows nothing of streams; whoever owns them
+hears of frames, of the end, and of every change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import structlog
+
+from edged import ladder, wire
+from edged.engine.life import Hears, Life, Means
+from edged.errors import EngineFault, EngineMoved
+from edged.memory import Admission, Needs
+
+log = structlog.get_logger("edged.engine")
+
+State = Literal["off", "starting", "ready", "failed"]
+_DRAIN_S = 60.0  # before a climb, for the streams that run
+_NEXT = "; next start"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A launch configuration. needs: None = unknown, not checked."""
+
+    words: str
+    launch: wire.Launch
+    needs: Needs | None = None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Where memory is asked for. device_free_bytes: by the device's own count, where it has one."""
+
+    admission: Admission
+    device_free_bytes: Callable[[], int | None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds the streams. busy: some run. on_move: a rung was left; gets the reason's label."""
+
+    on_report: Callable[[wire.Report], None]
+    on_ready: Callable[[wire.Ready], None]
+    on_gone: Callable[[EngineFault], None]
+    on_change: Callable[[], None]
+    on_move: Callable[[str], None]
+    busy: Callable[[], bool]
+
+
+class Keeper:
+    def __init__(
+        self,
+        name: str,
+        rungs: Sequence[Rung],
+        rules: ladder.Rules,
+        means: Means,
+        gate: Gate | None,
+        owner: Owner,
+    ) -> None:
+        self.name = name
+        self.rungs = tuple(rungs)
+        self.life: Life | None = None  # the latest
+        self.state: State = "off"
+        self.detail = "not started"
+        self.memory = ""  # the last sum, in words
+        self.reason = ""  # of the last move
+        self.wedged = ""  # why only a reboot may help; empty while one need not
+        self.starts = 0
+        self.parked = False
+        self.ladder = ladder.State()
+        self._rules, self._means, self._gate, self._owner = rules, means, gate, owner
+        self._hears = Hears(owner.on_report, self._on_ready, self._on_tested, self._on_end)
+        self._first: asyncio.Future[None] | None = None  # what start() waits for
+        self._nudge = asyncio.Event()
+        self._due_s = 0.0
+        self._off = False
+        self._faulted = False
+        self._alive = False
+        self._drain_until_s: float | None = None  # a climb waits for its streams
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def rung(self) -> Rung:
+        return self.rungs[self.ladder.rung]
+
+    @property
+    def faulted(self) -> bool:
+        """It has failed, or has no memory to start, and does not serve again yet."""
+        return self.state in ("failed", "starting", "off") and self._faulted
+
+    @property
+    def next_climb_s(self) -> float | None:
+        return self.ladder.next_climb_s(self._rules)
+
+    # --- commands --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Return at the first READY; raise EngineFault at the first failure. It goes on trying."""
+        self._first = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep())
+        await self._first
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        fault = EngineFault(f"engine {self.name} is stopped")
+        self._owner.on_gone(fault)
+        self._fail_start(fault)
+        if self.life is not None:
+            await self.life.stop()
+        self._set_state("off", "stopped")
+
+    def send(self, message: wire.ToWorker) -> None:
+        if self.life is not None:
+            self.life.send(message)
+
+    def tell(self, event: ladder.Event, why: str = "") -> None:
+        """Something happened; the ladder says what follows, `why` says it to people."""
+        now_s = asyncio.get_running_loop().time()
+        before = self.ladder.rung
+        self.ladder, action = ladder.advance(self._rules, self.ladder, event, now_s)
+        if action.kind == "none":
+            return
+        words = f"{action.reason}: {why}" if why else action.reason
+        if action.kind == "probe":
+            log.warning("self_test_asked", engine=self.name, why=words)
+            self.probe()
+            return
+        off = action.kind == "off"
+        if action.rung != before or (off and not self._off):
+            self.reason = words
+            log.warning("rung_left", engine=self.name, off=off, next=self.rung.words, why=words)
+            self._owner.on_move(action.reason)
+        self.wedged = words if action.wedged else self.wedged
+        self._off, self._due_s = off, now_s + action.delay_s
+        self._faulted = self._faulted or action.kind != "climb"
+        if action.kind == "climb" and self._owner.busy():
+            self._drain_until_s = now_s + _DRAIN_S
+            self._set_state("starting", f"restarts with {self.rung.words} when its streams end")
+        elif self._alive:
+            self._let_go(words)
+
+    def tick(self) -> None:
+        """Once a second or so."""
+        if self._drain_until_s is not None:
+            if not self._owner.busy() or asyncio.get_running_loop().time() > self._drain_until_s:
+                self._let_go(self.reason)
+        elif self.state == "ready":
+            self.tell(ladder.Tick(self._room()))
+
+    def probe(self) -> None:
+        """Run the golden self test between two steps; the ladder hears how it ended."""
+        if self.state == "ready" and self.life is not None:
+            self.life.send(wire.SelfTest())
+            if not self.life.deadline.pending:
+                self.life.deadline.expect(wire.SELF_TEST_WAIT_S, "answer the self test")
+
+    def park(self, why: str) -> None:
+        """No worker until `wake`: a fallback that waits to be needed."""
+        self.parked = True
+        if self._alive:
+            self._let_go(why)
+        self._set_state("off", why)
+
+    def wake(self, why: str) -> None:
+        if self.parked:
+            self.parked = False
+            self._set_state("starting", why)
+            self._nudge.set()
+
+    # --- worker after worker ---------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        while True:
+            await self._until_due()
+            if not self._admitted():
+                continue
+            self.starts += 1
+            self._alive, self._drain_until_s = True, None
+            self._set_state("starting", f"starting its worker with {self.rung.words}")
+            self.life = life = Life(self.name, self.rung.launch, self._means, self._hears)
+            await life.run()
+            self._alive = False
+            self._settle()
+            if life.undead:
+                self.tell(ladder.Failed("wedged"), f"worker {life.pid} cannot be killed")
+
+    async def _until_due(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self.parked or self._due_s > loop.time():
+            timer = None
+            if not self.parked:
+                left_s = self._due_s - loop.time()
+                detail = f"{self.detail.partition(_NEXT)[0]}{_NEXT} in {left_s:.1f} s"
+                self._set_state("off" if self._off else "starting", detail)
+                timer = loop.call_later(left_s, self._nudge.set)
+            self._nudge.clear()
+            try:
+                await self._nudge.wait()
+            finally:
+                if timer is not None:
+                    timer.cancel()
+
+    def _admitted(self) -> bool:
+        """The sum of memory allows this rung; else the ladder knows, and says what is next."""
+        rung, gate = self.rung, self._gate
+        if rung.needs is None or gate is None:
+            return True
+        verdict = gate.admission.ask(self.name, rung.needs, gate.device_free_bytes())
+        self.memory = verdict.words
+        if not verdict.fits:
+            self.detail = f"not enough memory for {rung.words}: {verdict.words}"
+            self.tell(ladder.Refused(), verdict.words)
+            if self._off:
+                self._fail_start(EngineFault(f"engine {self.name} is off: {self.detail}"))
+        return verdict.fits
+
+    def _let_go(self, why: str) -> None:
+        """End a worker that could go on: its streams are not failed, they move."""
+        self._alive, self._drain_until_s = False, None
+        self._set_state("starting", f"restarts with {self.rung.words} ({why})")
+        if self.life is not None:
+            self.life.let_go()
+        self._owner.on_gone(EngineMoved(f"engine {self.name} restarts ({why})"))
+
+    # --- what is heard of a worker ---------------------------------------------------------------
+
+    def _on_ready(self, ready: wire.Ready) -> None:
+        self._settle()
+        self.wedged, self._faulted = "", False
+        self.tell(ladder.Serving())
+        self._owner.on_ready(ready)  # before anybody may submit
+        self._set_state("ready", f"loaded {ready.model} in {ready.load_s:.1f} s")
+        if self._first is not None and not self._first.done():
+            self._first.set_result(None)
+
+    def _on_tested(self, result: wire.SelfTested) -> None:
+        log.info("self_test", engine=self.name, ok=result.ok, detail=result.detail)
+        if result.ok:
+            self.tell(ladder.Passed())
+        elif self.life is not None:
+            self.life.fail("self_test", f"self test failed: {result.detail}")
+
+    def _on_end(self, cause: ladder.Cause, words: str) -> None:
+        """The worker died: every stream in it ends here, whatever the cause."""
+        self._alive, self._drain_until_s = False, None
+        log.error("engine_died", engine=self.name, cause=cause, detail=words)
+        self._set_state("failed", words)
+        self.tell(ladder.Failed(cause), words)
+        fault = EngineFault(f"engine {self.name} died: {words}")
+        self._owner.on_gone(fault)
+        self._fail_start(fault)
+
+    # --- small ends ------------------------------------------------------------------------------
+
+    def _fail_start(self, fault: EngineFault) -> None:
+        if self._first is not None and not self._first.done():
+            self._first.set_exception(fault)
+
+    def _settle(self) -> None:
+        if self._gate is not None:
+            self._gate.admission.settle(self.name)
+
+    def _room(self) -> bool:
+        """The next rung up would fit."""
+        if self.ladder.rung == 0 or self._gate is None:
+            return True
+        now, wanted = self.rung.needs, self.rungs[self.ladder.rung - 1].needs
+        return now is None or wanted is None or self._gate.admission.room(now, wanted)
+
+    def _set_state(self, state: State, detail: str) -> None:
+        if (state, detail) != (self.state, self.detail):
+            log.info("engine_state", engine=self.name, state=state, detail=detail)
+        self.state, self.detail = state, detail
+        self._owner.on_change()
