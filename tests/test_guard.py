@@ -38,10 +38,12 @@ class FakeLever:
     def __init__(self, kind: Kind, values: tuple[float, ...]) -> None:
         self.name, self.kind, self.values = f"fake/{kind}", kind, values
         self.places: list[float] = []
+        self.asked = 0
         self.refuses = ""
         self.restored = False
 
     async def set(self, value: float) -> float:
+        self.asked += 1
         if self.refuses:
             raise LeverError(self.refuses)
         self.places.append(value)
@@ -74,6 +76,7 @@ class Rig:
         lever: FakeLever | None = None,
         config: GuardSettings | None = None,
         demand: Callable[[], int] = lambda: 8,
+        find_s: float = 0.0,
     ) -> None:
         self.orders = Orders()
         self.sensor = ScriptedSensor("scripted", *script)
@@ -84,6 +87,7 @@ class Rig:
             orders.ended += 1
 
         async def find() -> Found:
+            await asyncio.sleep(find_s)
             return Found(frequency=lever, notes=() if lever else ("frequency: none here",))
 
         self.guard = Guard(
@@ -129,9 +133,9 @@ def test_levers_go_back_when_the_guard_stops() -> None:
     assert lever.restored
 
 
-def test_a_lever_that_refuses_is_given_up_and_named() -> None:
-    """After some refusals the board is held with batch and duty alone, and status says which
-    lever does not obey."""
+def test_a_lever_that_refuses_rests_and_is_named() -> None:
+    """After some refusals the board is held with batch and duty alone, status says which lever
+    does not obey, and later it is tried again."""
     lever = FakeLever("frequency", (400.0, 800.0))
     lever.refuses = "permission denied"
     rig = Rig(81.0, lever=lever).run(30.0)
@@ -139,6 +143,30 @@ def test_a_lever_that_refuses_is_given_up_and_named() -> None:
     assert any("permission denied" in note for note in rig.view.notes)
     assert rig.view.frequency_mhz is None
     assert rig.orders.last("npu").max_batch == 1
+    lever = FakeLever("frequency", (400.0, 800.0))
+    lever.refuses = "held down by the firmware"
+
+    def obeys_again() -> int:
+        if lever.asked >= 3:
+            lever.refuses = ""
+        return 8
+
+    rig = Rig(81.0, lever=lever, demand=obeys_again).run(400.0)
+    assert not rig.view.notes
+    assert rig.view.frequency_mhz == 400.0
+
+
+def test_a_lever_somebody_put_back_is_moved_again() -> None:
+    """A helper that is started anew restores the originals: the target is sent now and then."""
+    lever = FakeLever("frequency", (400.0, 800.0))
+    Rig(70.0, lever=lever).run(100.0)
+    assert lever.places == [800.0] * 4
+
+
+def test_the_chip_is_guarded_while_levers_are_looked_for() -> None:
+    """A driver that takes half a minute to answer does not keep the guard from its batch."""
+    rig = Rig(90.0, find_s=30.0).run(10.0)
+    assert rig.orders.last("npu").max_batch == 0
 
 
 def test_what_a_board_cannot_do_is_said() -> None:

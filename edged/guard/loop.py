@@ -85,16 +85,16 @@ class Guard:
         self._critical_s: float | None = None  # since when
         self._ended = False  # streams were ended since then
         self._view = View()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._take_levers())]
 
     async def stop(self) -> None:
         """Levers go back to where they were found."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._mover.stop()
         await self._hub.stop()
 
@@ -106,9 +106,12 @@ class Guard:
 
     # --- the loop --------------------------------------------------------------------------------
 
+    async def _take_levers(self) -> None:
+        """Beside the loop: a dead driver may take half a minute to say so."""
+        self._mover.take(await self._find())
+
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        self._mover.take(await self._find())
         next_s = loop.time()
         while True:
             try:

@@ -1,7 +1,7 @@
 """Mover: takes the levers where the guard wants them, one move of each at a time.
 
 A move may take seconds and may be refused: the loop never waits for it. A lever that refuses
-several times in a row is given up, with its reason among the notes.
+several times in a row rests for a while, with its reason among the notes.
 """
 
 from __future__ import annotations
@@ -12,49 +12,81 @@ from dataclasses import dataclass
 
 import structlog
 
-from edged.guard.levers import Lever, LeverError
+from edged.guard.levers import Kind, Lever, LeverError
 from edged.guard.levers.find import Found
 
 log = structlog.get_logger("edged.guard")
 
-_REFUSALS = 3  # in a row, then the lever is no lever any more
+_REFUSALS = 3  # in a row; a chip its firmware holds down refuses a higher clock, too
+_REST_S = 300.0
+_REPEAT_S = 30.0  # a helper that was started anew has put everything back
 _STOP_WITHIN_S = 10.0
 _SAME = 1e-3
 
 
 @dataclass
 class _Moved:
-    """One lever. at: as last read back; aim: where it should be."""
+    """One lever. at: as last read back; aim: where it should be; asked: of the last move that was
+    obeyed, for a driver may round it; until_s: it rests."""
 
     lever: Lever
     at: float | None = None
     aim: float | None = None
-    asked: float | None = None  # of the last move that was obeyed; a driver may round it
+    asked: float | None = None
+    asked_s: float = 0.0
     refusals: int = 0
+    until_s: float = 0.0
+    why: str = ""
     moving: asyncio.Task[None] | None = None
+
+    def rests(self, now_s: float) -> bool:
+        return now_s < self.until_s
+
+    def wants(self, now_s: float) -> bool:
+        """Whether a move is due."""
+        if self.aim is None or self.moving is not None or self.rests(now_s):
+            return False
+        same = self.asked is not None and abs(self.asked - self.aim) <= _SAME
+        return not same or now_s - self.asked_s >= _REPEAT_S
 
 
 class Mover:
     """take() what was found, then aim() as often as wanted; stop() restores."""
 
     def __init__(self) -> None:
-        self._levers: dict[str, _Moved] = {}
-        self.notes: tuple[str, ...] = ()
+        self._levers: dict[Kind, _Moved] = {}
+        self._missing: tuple[str, ...] = ()
 
     def take(self, found: Found) -> None:
-        self.notes = found.notes
+        self._missing = found.notes
         for lever in (found.frequency, found.fan):
             if lever is not None:
                 self._levers[lever.kind] = _Moved(lever)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not there, or does not obey now."""
+        now_s = asyncio.get_running_loop().time()
+        return self._missing + tuple(
+            f"{kind}: {moved.lever.name} does not obey ({moved.why})"
+            for kind, moved in self._levers.items()
+            if moved.rests(now_s)
+        )
+
+    @property
     def frequencies_mhz(self) -> tuple[float, ...]:
-        moved = self._levers.get("frequency")
+        """Empty while there is no such lever, or it rests."""
+        moved = self._obedient("frequency")
         return moved.lever.values if moved is not None else ()
 
     @property
     def has_fan(self) -> bool:
-        return "fan" in self._levers
+        return self._obedient("fan") is not None
+
+    def _obedient(self, kind: Kind) -> _Moved | None:
+        moved = self._levers.get(kind)
+        now_s = asyncio.get_running_loop().time()
+        return None if moved is None or moved.rests(now_s) else moved
 
     @property
     def frequency_mhz(self) -> float | None:
@@ -69,33 +101,34 @@ class Mover:
 
     def aim(self, frequency_mhz: float | None, fan_ratio: float | None) -> None:
         """None = leave it alone."""
-        for kind, value in (("frequency", frequency_mhz), ("fan", fan_ratio)):
+        now_s = asyncio.get_running_loop().time()
+        wanted: tuple[tuple[Kind, float | None], ...] = (
+            ("frequency", frequency_mhz),
+            ("fan", fan_ratio),
+        )
+        for kind, value in wanted:
             moved = self._levers.get(kind)
             if moved is None or value is None:
                 continue
             moved.aim = value
-            if moved.moving is None and (moved.asked is None or abs(moved.asked - value) > _SAME):
-                moved.moving = asyncio.create_task(self._move(kind, moved))
+            if moved.wants(now_s):
+                moved.moving = asyncio.create_task(self._move(moved, value))
 
-    async def _move(self, kind: str, moved: _Moved) -> None:
-        assert moved.aim is not None
-        aim = moved.aim
+    async def _move(self, moved: _Moved, value: float) -> None:
+        loop = asyncio.get_running_loop()
         try:
-            moved.at = await moved.lever.set(aim)
-            moved.asked, moved.refusals = aim, 0
+            moved.at = await moved.lever.set(value)
+            moved.asked, moved.asked_s, moved.refusals = value, loop.time(), 0
         except LeverError as error:
             moved.refusals += 1
-            log.warning("lever_refused", lever=moved.lever.name, value=aim, why=str(error))
+            moved.asked = None
+            log.warning("lever_refused", lever=moved.lever.name, value=value, why=str(error))
             if moved.refusals >= _REFUSALS:
-                self._give_up(kind, moved, str(error))
+                moved.until_s, moved.why = loop.time() + _REST_S, str(error)
+                moved.refusals, moved.at = 0, None
+                log.error("lever_rests", lever=moved.lever.name, rest_s=_REST_S)
         finally:
             moved.moving = None
-
-    def _give_up(self, kind: str, moved: _Moved, why: str) -> None:
-        log.error("lever_lost", lever=moved.lever.name, why=why)
-        del self._levers[kind]
-        self.notes = (*self.notes, f"{kind}: {moved.lever.name} does not obey ({why})")
-        moved.moving = asyncio.create_task(moved.lever.stop())  # it may still be put back
 
     async def stop(self) -> None:
         """Restore everything; bounded, for a dead driver must not hold up the end."""
