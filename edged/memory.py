@@ -174,8 +174,12 @@ class Admission:
 
     def room(self, now: Needs, wanted: Needs) -> bool:
         """Would `wanted` fit in place of `now`, which is loaded?"""
+        return self.fits(wanted, now.held_bytes)
+
+    def fits(self, wanted: Needs, more_bytes: int) -> bool:
+        """Would it fit if there were `more_bytes`? Promises nothing."""
         available = self._memory.available_bytes()
-        return available is None or wanted.total_bytes <= available + now.held_bytes
+        return available is None or wanted.total_bytes <= available + more_bytes
 
 
 def pressed(memory: Memory, floor_bytes: int, some_percent: float, full_percent: float) -> str:

@@ -2,7 +2,7 @@
 
 argv: --engine NAME --fd N, plus --fault WORD from the test's command tuple:
 none | hang-load | no-hello | version | junk | die-at-3 | hang-at-3 | fault-load |
-mute | leaves-helper
+mute | leaves-helper | memory-at-3 | fatal-at-3 | nan-at-3 | wrong-probe
 """
 
 from __future__ import annotations
@@ -57,11 +57,20 @@ def main() -> None:
                     ended.append(wire.Row(message.stream, [], [], "cancelled", "", -1))
                 elif isinstance(message, wire.SetLimits):
                     max_batch = message.max_batch
+                elif isinstance(message, wire.SelfTest):
+                    sock.sendall(
+                        wire.encode(wire.SelfTested(fault != "wrong-probe", "tested", 0.1))
+                    )
                 elif isinstance(message, wire.Shutdown):
                     return
         if streams:
             step += 1
-            strike(fault, step)
+            strike(sock, fault, step)
+            if fault == "nan-at-3" and step >= 3:
+                ended += [
+                    wire.Row(s, [], [], "row_fault", "output is not finite", -1) for s in streams
+                ]
+                streams.clear()
         rows = ended + [advance(stream, streams) for stream in list(streams)]
         if rows:
             report = wire.Report(
@@ -80,13 +89,17 @@ def launch(sock: socket.socket, message: wire.Launch, fault: str) -> None:
     sock.sendall(wire.encode(wire.Ready("scripted", 100, 1024, message.slots, 0.1)))
 
 
-def strike(fault: str, step: int) -> None:
+def strike(sock: socket.socket, fault: str, step: int) -> None:
     if step < 3:
         return
     if fault == "die-at-3":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "hang-at-3":
         time.sleep(60)
+    elif fault in ("memory-at-3", "fatal-at-3"):
+        kind = fault.partition("-")[0]
+        sock.sendall(wire.encode(wire.Fault(kind, "decode: no more")))
+        raise SystemExit(1)
 
 
 def advance(stream: int, streams: dict[int, list[int]]) -> wire.Row:

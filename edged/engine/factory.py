@@ -11,6 +11,7 @@ import msgspec
 
 from edged import wire
 from edged.engine.device_lock import DeviceLock
+from edged.engine.fallback import Fallback
 from edged.engine.keeper import Gate, Rung
 from edged.engine.life import Means
 from edged.engine.overseer import Overseer, Watch
@@ -58,17 +59,16 @@ def make_engines(
 
 def make_overseer(config: Config, engines: tuple[WorkerEngine, ...]) -> Overseer:
     """Who watches over these engines."""
-    recover = config.recover
-    names = [engine.name for engine in engines]
-    spare = engines[names.index("cpu")] if "cpu" in names[1:] else None
+    recover, fallback = config.recover, None
+    if [engine.name for engine in engines] == ["npu", "cpu"]:
+        lazy = config.engines.fallback != "warm"
+        fallback = Fallback(engines[1], engines[:1], config.engines.fallback_idle_s, lazy)
     watch = Watch(
-        floor_bytes=recover.memory_floor_mib << 20,
-        some_percent=recover.pressure_some_percent,
-        full_percent=recover.pressure_full_percent,
-        idle_s=config.engines.fallback_idle_s,
-        lazy=config.engines.fallback != "warm",
+        recover.memory_floor_mib << 20,
+        recover.pressure_some_percent,
+        recover.pressure_full_percent,
     )
-    return Overseer(engines, spare, Memory(Path(recover.proc)), watch)
+    return Overseer(engines, fallback, Memory(Path(recover.proc)), watch)
 
 
 def make_rungs(name: str, config: Config, model_dir: Path, context_tokens: int) -> list[Rung]:

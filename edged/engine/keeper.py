@@ -82,13 +82,20 @@ class Keeper:
         self._due_s = 0.0
         self._off = False
         self._faulted = False
-        self._alive = False
+        self._refused = False  # the last sum did not fit
+        self._lives = False  # a process is there, wanted or not
+        self._alive = False  # and it is wanted
         self._drain_until_s: float | None = None  # a climb waits for its streams
         self._task: asyncio.Task[None] | None = None
 
     @property
     def rung(self) -> Rung:
         return self.rungs[self.ladder.rung]
+
+    @property
+    def alive(self) -> bool:
+        """A worker has been started and has not ended."""
+        return self._lives
 
     @property
     def faulted(self) -> bool:
@@ -176,6 +183,26 @@ class Keeper:
             self._set_state("starting", why)
             self._nudge.set()
 
+    def expect_memory(self, within_s: float, why: str) -> None:
+        """What it waits for is being given back: it is about to start, and worth waiting for."""
+        self._off, self._due_s = False, asyncio.get_running_loop().time() + within_s
+        self._set_state("starting", why)
+        self._nudge.set()
+
+    def hurry(self) -> None:
+        """Memory was given back: ask for it now."""
+        if self._refused:
+            self._due_s = 0.0
+            self._nudge.set()
+
+    def would_fit(self, more_bytes: int) -> bool:
+        """It waits for memory, and would have it if there were `more_bytes`."""
+        needs, gate = self.rung.needs, self._gate
+        if not (self._refused and self._off) or needs is None or gate is None:
+            return False
+        free = gate.device_free_bytes()
+        return gate.admission.fits(needs, more_bytes) and (free is None or needs.held_bytes <= free)
+
     # --- worker after worker ---------------------------------------------------------------------
 
     async def _keep(self) -> None:
@@ -184,11 +211,11 @@ class Keeper:
             if not self._admitted():
                 continue
             self.starts += 1
-            self._alive, self._drain_until_s = True, None
+            self._lives, self._alive, self._drain_until_s = True, True, None
             self._set_state("starting", f"starting its worker with {self.rung.words}")
             self.life = life = Life(self.name, self.rung.launch, self._means, self._hears)
             await life.run()
-            self._alive = False
+            self._lives = self._alive = False
             self._settle()
             if life.undead:
                 self.tell(ladder.Failed("wedged"), f"worker {life.pid} cannot be killed")
@@ -215,7 +242,7 @@ class Keeper:
         if rung.needs is None or gate is None:
             return True
         verdict = gate.admission.ask(self.name, rung.needs, gate.device_free_bytes())
-        self.memory = verdict.words
+        self.memory, self._refused = verdict.words, not verdict.fits
         if not verdict.fits:
             self.detail = f"not enough memory for {rung.words}: {verdict.words}"
             self.tell(ladder.Refused(), verdict.words)
@@ -277,7 +304,8 @@ class Keeper:
         return now is None or wanted is None or self._gate.admission.room(now, wanted)
 
     def _set_state(self, state: State, detail: str) -> None:
-        if (state, detail) != (self.state, self.detail):
+        same = detail.partition(":")[0] == self.detail.partition(":")[0]  # but for its figures
+        if state != self.state or not same:
             log.info("engine_state", engine=self.name, state=state, detail=detail)
         self.state, self.detail = state, detail
         self._owner.on_change()

@@ -14,6 +14,7 @@ from edged.core import Health, Limits, Request
 from edged.engine import frames
 from edged.engine.keeper import Gate, Keeper, Owner, Rung
 from edged.engine.life import Means
+from edged.engine.repetition import Repetition
 from edged.engine.run import WorkerRun
 from edged.errors import EngineFault, RowFault
 
@@ -39,9 +40,11 @@ class WorkerEngine:
         self.on_change: Callable[[], None] = lambda: None
         self.on_report: Callable[[wire.Report], None] = lambda report: None
         self.on_move: Callable[[str], None] = lambda reason: None
+        self.closed = False  # to new streams, by the overseer
         self._limits: Limits | None = None
         self._runs: dict[int, WorkerRun] = {}
         self._next_stream = 0
+        self._repetition = Repetition()
         self._slots = 0
         owner = Owner(
             self._on_report,
@@ -56,7 +59,9 @@ class WorkerEngine:
     # --- Engine ----------------------------------------------------------------------------------
 
     def capacity(self) -> int:
-        if self.keeper.state != "ready" or (self._limits is not None and not self._limits.admit):
+        if self.keeper.state != "ready" or self.closed:
+            return 0
+        if self._limits is not None and not self._limits.admit:
             return 0
         return max(0, self._slots - len(self._runs))
 
@@ -95,6 +100,7 @@ class WorkerEngine:
             reason=keeper.reason,
             next_climb_s=keeper.next_climb_s,
             standby=keeper.parked,
+            admits=self._limits is None or self._limits.admit,
         )
 
     async def start(self) -> None:
@@ -135,19 +141,24 @@ class WorkerEngine:
             run = self._runs.get(row.stream)
             if run is None:
                 continue
+            self._repetition.feed(row.stream, row.ids)
             if row.finish:
+                self._repetition.end(row.stream)
                 del self._runs[row.stream]
             faults += row.finish == "row_fault" and _NOT_FINITE in row.detail
             run.feed(row)
         self.on_report(report)
         for _ in range(faults):
             self.keeper.tell(ladder.RowFaulted(), "output that is not finite")
+        if words := self._repetition.jumped():
+            self.keeper.tell(ladder.Repeats(), words)
         if any(row.finish for row in report.rows):
             self.on_change()
 
     def _on_gone(self, fault: EngineFault) -> None:
         runs, self._runs = self._runs, {}
-        for run in runs.values():
+        for stream, run in runs.items():
+            self._repetition.end(stream)
             run.fail(fault)
 
     def _check_context(self, request: Request) -> None:

@@ -1,0 +1,247 @@
+"""The ladder at work: real worker processes that die, hang and run out of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from fakes import request
+from fakes_ladder import MIB, Board, running, until
+
+from edged.core import Delta, Finish
+from edged.errors import EngineFault
+from edged.scheduler import Stream
+
+
+async def read(stream: Stream) -> tuple[int, Finish]:
+    """(tokens seen, how it ended)"""
+    tokens = 0
+    async for event in stream:
+        if isinstance(event, Delta):
+            tokens += len(event.token_ids)
+        else:
+            finish = event
+    return tokens, finish
+
+
+def names(finish: Finish) -> list[str]:
+    return [span.name for span in finish.engines]
+
+
+async def ready(board: Board) -> None:
+    await until(lambda: board.npu.health().state == "ready")
+
+
+async def test_a_worker_out_of_memory_returns_with_fewer_slots() -> None:
+    """Out of memory in a step: its streams go on with the CPU, it restarts a rung lower, new
+    requests return to it, and status says why."""
+    async with running(Board(fault="memory-at-3")) as board:
+        await ready(board)
+        assert board.npu.health().rung == "8 slots"
+        tokens, finish = await read(board.scheduler.submit(request("a", max_tokens=40)))
+
+        assert (tokens, finish.reason, names(finish)) == (40, "length", ["npu", "cpu"])
+        assert board.stream_moves == [("npu", "cpu", "engine_fault")]
+        await ready(board)
+        health = board.npu.health()
+        assert (health.rung, health.rung_number, health.slots) == ("4 slots", 1, 4)
+        assert health.reason.startswith("memory: memory: decode: no more")
+        assert board.moves == [("npu", "memory")]
+
+
+async def test_it_climbs_back_when_it_was_stable() -> None:
+    """After the stable time the full configuration is tried again, not before."""
+    async with running(Board()) as board:
+        await ready(board)
+        board.npu.press("little memory")
+        await until(lambda: board.npu.health().slots == 4)
+        assert board.npu.health().next_climb_s is not None
+        began_s = asyncio.get_running_loop().time()
+        await until(lambda: board.npu.health().slots == 8)
+        assert asyncio.get_running_loop().time() - began_s >= 0.4
+        assert board.npu.health().next_climb_s is None
+        assert board.moves == [("npu", "pressure"), ("npu", "climb")]
+
+
+async def test_a_climb_lets_running_streams_end_where_they_are() -> None:
+    """Going up interrupts nobody: what runs ends on the old worker, what comes waits or goes on
+    elsewhere."""
+    async with running(Board()) as board:
+        await ready(board)
+        board.npu.press("little memory")
+        await until(lambda: board.npu.health().state == "ready" and board.npu.health().slots == 4)
+        stream = asyncio.create_task(read(board.scheduler.submit(request(max_tokens=150))))
+        await until(lambda: "its streams end" in board.npu.health().detail)
+        _, finish = await stream
+        assert (finish.reason, names(finish)) == ("length", ["npu"])
+        await until(lambda: board.npu.health().slots == 8)
+
+
+async def test_memory_pressure_steps_down_before_the_kernel_kills() -> None:
+    """Tasks that wait for memory end the idle fallback first, then cost the NPU's slots; the
+    streams go on without a failure."""
+    async with running(Board()) as board:
+        await ready(board)
+        await until(lambda: board.cpu.health().state == "ready")
+        stream = asyncio.create_task(read(board.scheduler.submit(request(max_tokens=300))))
+        await until(lambda: board.npu.health().running == 1)
+        board.memory.full_percent = 30.0
+        await until(lambda: board.cpu.health().standby)
+        assert board.npu.health().rung_number == 0
+        await until(lambda: board.npu.health().rung_number == 1)
+        board.memory.full_percent = 0.0
+        tokens, finish = await stream
+        assert (tokens, finish.reason) == (300, "length")
+        assert ("npu", "pressure") in board.moves
+
+
+async def test_a_load_that_does_not_fit_is_not_tried() -> None:
+    """The first rung whose sum fits is started; nothing larger ever was."""
+    async with running(Board(available_mib=1200, lazy=True)) as board:
+        await ready(board)
+        assert board.npu.health().rung == "4 slots"
+        assert board.npu.health().restarts == 0
+        assert "600" in board.npu.health().memory
+
+
+async def test_without_memory_it_is_off_with_the_sum_and_starts_when_there_is_some() -> None:
+    """No rung fits: off, with the whole sum in words; memory that comes back is noticed."""
+    board = Board(available_mib=700)
+    async with running(board):
+        await until(lambda: board.npu.health().detail.startswith("not enough"))
+        assert board.npu.health().state == "off"
+        assert board.npu.health().detail.startswith(
+            "not enough memory for 2 slots: weights 400 + slots 0 + loading 0 + spare 512 = 912 "
+            "MiB, 700 MiB are available"
+        )
+        board.memory.free_bytes = 2000 * MIB
+        await ready(board)
+
+
+async def test_start_says_when_there_is_no_memory() -> None:
+    """Who waits for the first start is told at once, not after a time-out."""
+    board = Board(available_mib=700)
+    with pytest.raises(EngineFault, match="not enough memory"):
+        await board.npu.start()
+    await board.npu.stop()
+
+
+async def test_a_kill_by_the_kernel_for_memory_counts_as_lack_of_memory() -> None:
+    """SIGKILL and one more OOM kill in the kernel's count: the next launch is a smaller one."""
+    async with running(Board()) as board:
+        await ready(board)
+        board.memory.kills += 1
+        os.kill(board.npu.pid or 0, signal.SIGKILL)
+        await until(lambda: board.npu.health().slots == 4)
+
+
+async def test_a_killed_worker_keeps_its_rung() -> None:
+    """Death by any other cause is answered by the same launch, within the budget."""
+    async with running(Board()) as board:
+        await ready(board)
+        os.kill(board.npu.pid or 0, signal.SIGKILL)
+        await until(lambda: board.npu.health().restarts == 1)
+        await ready(board)
+        assert board.npu.health().rung_number == 0
+        assert board.moves == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("fatal-at-3", "fatal"), ("hang-at-3", "hang"), ("wrong-probe", "self_test")],
+)
+async def test_a_rung_that_keeps_failing_is_left(fault: str, reason: str) -> None:
+    """Fatal codes, hangs and failed self tests beyond the budget cost the rung, and say so."""
+    async with running(Board(fault=fault)) as board:
+        for _ in range(3):
+            await ready(board)
+            before = board.npu.health().restarts
+            if fault == "wrong-probe":
+                board.npu.probe()
+            else:
+                board.scheduler.submit(request(max_tokens=40))
+            await until(lambda before=before: board.npu.health().restarts > before)  # type: ignore[misc]
+        await ready(board)
+        assert board.npu.health().rung_number == 1
+        assert board.moves[0] == ("npu", reason)
+
+
+async def test_a_passed_self_test_changes_nothing() -> None:
+    """Streams run on through a probe."""
+    async with running(Board()) as board:
+        await ready(board)
+        stream = asyncio.create_task(read(board.scheduler.submit(request(max_tokens=50))))
+        await until(lambda: board.npu.health().running == 1)
+        board.npu.probe()
+        _, finish = await stream
+        assert (names(finish), board.npu.health().restarts) == (["npu"], 0)
+
+
+async def test_a_lazy_fallback_is_started_by_the_first_failure_and_nothing_is_lost() -> None:
+    """Streams of a dead NPU wait for the CPU engine, which is started for them, and go on."""
+    async with running(Board(lazy=True)) as board:
+        await ready(board)
+        assert (board.cpu.health().state, board.cpu.health().standby) == ("off", True)
+        tasks = [
+            asyncio.create_task(read(board.scheduler.submit(request(str(n), max_tokens=60))))
+            for n in range(2)
+        ]
+        await until(lambda: board.npu.health().running == 2)
+        os.kill(board.npu.pid or 0, signal.SIGKILL)
+        for tokens, finish in await asyncio.gather(*tasks):
+            assert (tokens, finish.reason, names(finish)) == (60, "length", ["npu", "cpu"])
+
+
+async def test_a_lazy_fallback_is_parked_again_when_it_is_idle() -> None:
+    """Once the NPU serves and the CPU engine had no work for a while, it gives its memory back."""
+    async with running(Board(lazy=True)) as board:
+        await ready(board)
+        os.kill(board.npu.pid or 0, signal.SIGKILL)
+        await until(lambda: board.cpu.health().state == "ready")
+        await ready(board)
+        await until(lambda: board.cpu.health().standby)
+        assert "idle" in board.cpu.health().detail
+
+
+async def test_a_row_fault_starts_the_lazy_fallback_too() -> None:
+    """The NPU serves on; the one stream it cannot serve waits for the CPU engine."""
+    async with running(Board(lazy=True, fault="nan-at-3")) as board:
+        await ready(board)
+        tokens, finish = await read(board.scheduler.submit(request(max_tokens=30)))
+        assert (tokens, finish.reason, names(finish)) == (30, "length", ["npu", "cpu"])
+        assert board.npu.health().state == "ready"
+
+
+async def test_on_a_small_board_npu_and_cpu_do_not_fight_for_memory() -> None:
+    """8 GB, room for one model at a time: the NPU dies while requests keep coming. No load is
+    tried that does not fit, nobody flaps, every request is answered, and the NPU is back in the
+    end with the CPU engine parked."""
+    board = Board(available_mib=4500, npu_mib=(3000, 2600), cpu_mib=2500, lazy=True, idle_s=1.0)
+    answered: list[Finish] = []
+
+    async def ask_on() -> None:
+        while True:
+            answered.append((await read(board.scheduler.submit(request(max_tokens=30))))[1])
+
+    async with running(board):
+        await ready(board)
+        clients = [asyncio.create_task(ask_on()) for _ in range(2)]
+        try:
+            await until(lambda: len(answered) >= 2)
+            os.kill(board.npu.pid or 0, signal.SIGKILL)
+            await until(lambda: board.cpu.health().running > 0)
+            assert board.npu.health().state != "ready"
+            await until(lambda: board.npu.health().state == "ready", within_s=30)
+            count = len(answered)
+            await until(lambda: len(answered) >= count + 4)
+            assert names(answered[-1]) == ["npu"]
+            assert board.cpu.health().standby
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+    assert {finish.reason for finish in answered} == {"length"}
+    assert board.memory.least_bytes >= 0
+    assert (board.npu.health().restarts, board.cpu.health().restarts) == (1, 0)
