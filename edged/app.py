@@ -37,7 +37,7 @@ from edged.settings import Config
 from edged.status import Status, status_of
 from edged.systemd import Notifier
 from edged.text.model import TextModel
-from edged.twin.figures import board_at, figures, free_bytes
+from edged.twin.figures import figures, free_bytes, running_board
 from edged.twin.state import TwinState
 
 log = structlog.get_logger("edged")
@@ -107,7 +107,11 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     context_tokens = shared_context_tokens(model_dirs, config.model.context_tokens)
     foreign = foreign_models(model_dirs, config.model.context_tokens)
     catalog = Catalog([text], config.generation, context_tokens)
-    twin = board_at(twin_folder(config), config.npu.twin) if config.npu.twin else None
+    twin = (
+        running_board(twin_folder(config), config.npu.twin, config.npu.twin_pace)
+        if config.npu.twin
+        else None
+    )
     workers = make_engines(
         config,
         text.name,
@@ -184,6 +188,11 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
 
 def twin_folder(config: Config) -> Path:
     return Path(config.state_dir) / "twin"
+
+
+def _twin(config: Config) -> TwinState | None:
+    npu = config.npu
+    return running_board(twin_folder(config), npu.twin, npu.twin_pace) if npu.twin else None
 
 
 def _on_report(metrics: Metrics, guard: Guard | None, engine: str, report: wire.Report) -> None:

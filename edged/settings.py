@@ -76,6 +76,7 @@ class Npu(Section, frozen=True):
     model: str = ""
     small_model: str = ""
     twin: str = ""
+    twin_pace: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0
     slots: Slots = 8
     context_gears: Gears = (512, 2048)
     batch_gears: Gears = (1, 4, 8)

@@ -113,6 +113,12 @@ class Faults:
             self._state.add("faults_version", 1)
 
 
+_FIELDS = {
+    "pace": ("time_scale", "an execute lasts NUMBER times its modelled time at least; 0 = native"),
+    "resistance": ("resistance", "cooling is NUMBER times worse: 1.6 is a fan that failed"),
+    "fan": ("fan_ratio", "the fan runs at NUMBER, 0 to 1"),
+}
+
 # --- command line --------------------------------------------------------------------------------
 
 
@@ -141,6 +147,8 @@ def _obey(args: argparse.Namespace, state: TwinState, faults: Faults) -> None:
         state.set_temperature(now_s, args.celsius)
     elif args.verb == "ambient":
         state.set_ambient(now_s, args.celsius)
+    elif args.verb in _FIELDS:
+        state.command(now_s, {_FIELDS[args.verb][0]: args.number})
     elif args.verb == "clear":
         faults.clear()
     elif args.verb == "status":
@@ -174,6 +182,8 @@ def _parser() -> argparse.ArgumentParser:
             verb.add_argument("--at", choices=("allocation", "step"), default="allocation")
     for kind, text in (("heat", "the die jumps to CELSIUS"), ("ambient", "the room has CELSIUS")):
         verbs.add_parser(kind, help=text).add_argument("celsius", type=float)
+    for kind, (_, text) in _FIELDS.items():
+        verbs.add_parser(kind, help=text).add_argument("number", type=_number)
     verbs.add_parser("clear", help="forget all faults that have not fired")
     verbs.add_parser("status", help="counters, temperature and ordered faults as JSON")
     return parser
@@ -183,6 +193,13 @@ def _count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a count from 1 on")
+    return number
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
     return number
 
 

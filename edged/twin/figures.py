@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from edged.twin import state
@@ -18,6 +19,13 @@ def board_at(folder: Path, board: str) -> TwinState:
     except (StateError, OSError):
         pass  # none there yet, or not readable: make a new one
     return state.create(folder, board)
+
+
+def running_board(folder: Path, board: str, pace: float) -> TwinState:
+    """board_at, with executes lasting `pace` times what the board would take; 0 = native."""
+    twin = board_at(folder, board)
+    twin.command(time.monotonic(), {"time_scale": pace})
+    return twin
 
 
 def free_bytes(twin: TwinState) -> int:
