@@ -32,6 +32,7 @@ from edged.ingress.prepare import Catalog
 from edged.manifest import foreign_models, shared_context_tokens
 from edged.metrics import Metrics
 from edged.queue import Queue
+from edged.reboot import Rebooter
 from edged.scheduler import Scheduler, Stream
 from edged.settings import Config
 from edged.status import Status, status_of
@@ -159,6 +160,9 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
         on_leave=overseer.need,
         on_move=metrics.stream_moves.add,
     )
+
+    rebooter = Rebooter(config.recover, Path(config.state_dir), lambda: scheduler.load().running)
+    overseer.on_wedged = rebooter.look
 
     def on_change() -> None:
         overseer.review()  # first: an engine that it wakes is worth waiting for

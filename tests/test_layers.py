@@ -40,6 +40,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "queue": (),
     "ladder": (),
     "memory": (),
+    "reboot": (),
     "wire": (),
     "scheduler": ("engine", "text", "queue"),
     "ingress": ("scheduler", "text", "status", "metrics", "guard.view"),

@@ -7,7 +7,7 @@ fallback in mind.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -44,6 +44,7 @@ class Overseer:
     ) -> None:
         self._engines, self._fallback = tuple(engines), fallback
         self._memory, self._watch = memory, watch
+        self.on_wedged: Callable[[str], None] = lambda words: None  # again and again
         self._pressed = 0  # looks in a row
 
     async def run(self) -> None:
@@ -58,6 +59,8 @@ class Overseer:
         """Once a second."""
         for engine in self._engines:
             engine.keeper.tick()
+            if engine.keeper.wedged:
+                self.on_wedged(f"{engine.name}: {engine.keeper.wedged}")
         watch = self._watch
         words = pressed(self._memory, watch.floor_bytes, watch.some_percent, watch.full_percent)
         self._pressed = self._pressed + 1 if words else 0

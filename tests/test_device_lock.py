@@ -1,0 +1,145 @@
+"""One worker per device, whatever became of the daemon that started it."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from fakes import request
+from fakes_ladder import QUICK, SCRIPT, until
+
+from edged import wire
+from edged.engine import device_lock
+from edged.engine.device_lock import DeviceLock, WorkerStuck
+from edged.engine.keeper import Rung
+from edged.engine.life import Means
+from edged.engine.worker_engine import WorkerEngine
+from edged.errors import EngineFault
+
+# A daemon that starts a worker on the device, tells its pid, and then ends or stays.
+DAEMON = """
+import asyncio, subprocess, sys
+from pathlib import Path
+from edged.engine.device_lock import DeviceLock
+
+async def main():
+    lock = DeviceLock(Path(sys.argv[1]))
+    file = await lock.claim()
+    worker = subprocess.Popen(["sleep", sys.argv[2]], pass_fds=(file,), start_new_session=True,
+                              stdout=subprocess.DEVNULL)
+    lock.record(file, worker.pid)
+    print(worker.pid, flush=True)
+    if sys.argv[3] == "stays":
+        sys.stdin.read()
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def held(path: Path, worker_s: float, daemon: str) -> Iterator[psutil.Process]:
+    """The worker that holds the lock; its daemon "ends" or "stays"."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", DAEMON, str(path), str(worker_s), daemon],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    worker = psutil.Process(int(process.stdout.readline()))
+    if daemon == "ends":
+        process.wait()
+    try:
+        yield worker
+    finally:
+        process.communicate("")
+        if worker.is_running():
+            worker.kill()
+
+
+async def test_a_free_device_is_claimed_at_once(tmp_path: Path) -> None:
+    """Also when its last holder left a record behind."""
+    with held(tmp_path / "npu.lock", 0.01, "ends") as worker:
+        await until(lambda: not worker.is_running())
+        os.close(await asyncio.wait_for(DeviceLock(tmp_path / "npu.lock").claim(), 1))
+
+
+async def test_an_orphan_is_killed_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A worker whose daemon is gone and that does not end by itself is ended, and the log says
+    which one it was."""
+    with held(tmp_path / "npu.lock", 60, "ends") as worker:
+        os.close(await DeviceLock(tmp_path / "npu.lock").claim())
+        assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+        out = capsys.readouterr().out
+        assert "orphan_worker_killed" in out
+        assert str(worker.pid) in out
+
+
+async def test_an_orphan_that_ends_by_itself_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernel needs a moment to end the worker of a killed daemon; nobody is killed for it."""
+    with held(tmp_path / "npu.lock", 1, "ends"):
+        os.close(await DeviceLock(tmp_path / "npu.lock").claim())
+        assert "killed" not in capsys.readouterr().out
+
+
+async def test_the_worker_of_a_living_daemon_is_left_alone(tmp_path: Path) -> None:
+    """Two daemons on one device: the second says who has it, and touches nothing."""
+    with held(tmp_path / "npu.lock", 60, "stays") as worker:
+        with pytest.raises(EngineFault, match=f"held by worker {worker.pid} of the edged process"):
+            await DeviceLock(tmp_path / "npu.lock").claim()
+        assert worker.is_running()
+
+
+async def test_a_reused_process_id_is_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record names a start time, too: another process with the same number is spared."""
+    monkeypatch.setattr(device_lock, "_ORPHAN_ENDS_S", 0.1)
+    path = tmp_path / "npu.lock"
+    with held(path, 60, "ends") as worker:
+        record = path.read_text().replace('"started":', '"started":1')
+        path.write_text(record)
+        with pytest.raises(WorkerStuck, match="somebody unknown"):
+            await DeviceLock(path).claim()
+        assert worker.is_running()
+
+
+async def test_the_lock_lives_as_long_as_the_worker(tmp_path: Path) -> None:
+    """An engine's worker holds it, a restarted one takes it over, a stopped one gives it back."""
+    lock = DeviceLock(tmp_path / "npu.lock")
+    command = (sys.executable, SCRIPT, "--fault", "none")
+    launch = wire.Launch("npu", "/nowhere", 2, 1024, 1, 64)
+    engine = WorkerEngine(
+        "npu", "scripted", [Rung("2 slots", launch)], QUICK, Means(command=command, lock=lock)
+    )
+    try:
+        await engine.start()
+        assert not can_lock(tmp_path / "npu.lock")
+        os.kill(engine.pid or 0, 9)
+        await until(lambda: engine.health().restarts == 1 and engine.health().state == "ready")
+        assert not can_lock(tmp_path / "npu.lock")
+        assert (await engine.run(request(max_tokens=1), ()).__anext__()).token_ids == (1,)
+    finally:
+        await engine.stop()
+    assert can_lock(tmp_path / "npu.lock")
+
+
+def can_lock(path: Path) -> bool:
+    with path.open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
