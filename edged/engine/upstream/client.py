@@ -51,7 +51,10 @@ class Client:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.settings.connect_timeout_s)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=self.settings.max_concurrent + 2, ssl=self._dial.tls or True
+                limit=self.settings.max_concurrent + 2,
+                ssl=self._dial.tls or True,
+                # A kept connection may be closed by the server just as a POST goes out on it.
+                force_close=True,
             ),
             headers={
                 "User-Agent": f"edged/{__version__}",

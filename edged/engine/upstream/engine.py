@@ -7,6 +7,7 @@ in mid-answer is asked again after growing pauses. Never logs a prompt, an answe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Literal
 
@@ -63,6 +64,7 @@ class UpstreamEngine:
         self._last_progress_s: float | None = None
         self._unproven_since_s = 0.0
         self._ask_now = asyncio.Event()
+        self._stopping = False
         self._keeper: asyncio.Task[None] | None = None
 
     # --- TextEngine ------------------------------------------------------------------------------
@@ -120,6 +122,8 @@ class UpstreamEngine:
         await first
 
     async def stop(self) -> None:
+        self._stopping = True
+        self._ask_now.set()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -133,7 +137,7 @@ class UpstreamEngine:
 
     async def _keep_proving(self, first: asyncio.Future[None]) -> None:
         wait_s = _TRY_AGAIN_S
-        while True:
+        while not self._stopping:  # wait_for may swallow a cancellation (Python < 3.12)
             self._ask_now.clear()
             try:
                 self._on_proof(await self._client.proof())
@@ -146,11 +150,12 @@ class UpstreamEngine:
                 if not first.done():
                     first.set_exception(EngineFault(f"engine {self.name}: {fault}"))
             pause_s = _PROVE_AGAIN_S if self._state == "ready" else wait_s
-            waiting = asyncio.create_task(self._ask_now.wait())
-            await asyncio.wait({waiting}, timeout=pause_s)
-            waiting.cancel()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ask_now.wait(), pause_s)
 
     def _on_proof(self, proof: Proof) -> None:
+        if self._stopping:
+            return
         self.model, self._kind = proof.model, proof.kind
         self._set_state("ready", f"serves {proof.model} ({proof.kind})")
 

@@ -63,10 +63,13 @@ class UpstreamRun:
         if self._over:
             raise StopAsyncIteration
         try:
-            return await self._next()
+            step = await self._next()
         except EdgedError as fault:
             self._end(fault)
             raise
+        if self._over and not self.served:  # closed while it was on its way
+            raise StopAsyncIteration
+        return step
 
     def close(self) -> None:
         self._end(None)

@@ -1,0 +1,437 @@
+"""The upstream engine against a server on a real socket that fails as real ones do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes_http import tiny_model
+from fakes_upstream import (
+    REFERENCE,
+    Answer,
+    FakeUpstream,
+    fake_upstream,
+    hang,
+    pings,
+    refuse,
+    say,
+    send,
+)
+from structlog.testing import capture_logs
+
+from edged.core import Chat, ChatMessage, Delta, Finish, Limits, Prompt, Request, Sampling
+from edged.engine.upstream import UpstreamEngine
+from edged.engine.upstream.dial import dial_of
+from edged.errors import EngineFault
+from edged.queue import Queue
+from edged.scheduler import Scheduler, Stream
+from edged.settings import Upstream
+from edged.text.model import TextModel
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+HELLO = Chat((ChatMessage("user", "hello"),))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return tiny_model(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeUpstream]:
+    async with fake_upstream() as running:
+        yield running
+
+
+@asynccontextmanager
+async def engine_on(fake: FakeUpstream, **more: Any) -> AsyncIterator[UpstreamEngine]:
+    """A started engine."""
+    given = {"first_token_timeout_s": 5.0, "idle_timeout_s": 5.0, "connect_timeout_s": 2.0} | more
+    upstream = Upstream(url=fake.url, **given)
+    engine = UpstreamEngine(upstream, dial_of(upstream, {}))
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def scheduler_on(text: TextModel, *engines: UpstreamEngine) -> Scheduler:
+    scheduler = Scheduler(engines, {"tiny": text}, Queue(8, 10_000, 10.0))
+    for engine in engines:
+        engine.on_change = scheduler.dispatch
+    return scheduler
+
+
+def asked(**more: Any) -> Request:
+    given = {"id": "r", "model": "tiny", "prompt_ids": (5,), "max_tokens": 200, "source": HELLO}
+    return Request(**(given | more))
+
+
+async def read(stream: Stream) -> tuple[str, Finish]:
+    shown = ""
+    async for event in stream:
+        if isinstance(event, Delta):
+            shown += event.text
+        else:
+            finish = event
+    return shown, finish
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(poll(), 10)
+
+
+# --- proof -----------------------------------------------------------------------------------
+
+
+async def test_it_is_ready_on_proof_only_and_by_itself(fake: FakeUpstream) -> None:
+    """A server that lists its model but still loads is not ready; it becomes so without help."""
+    fake.health_status = 503
+    upstream = Upstream(url=fake.url)
+    engine = UpstreamEngine(upstream, dial_of(upstream, {}))
+    with pytest.raises(EngineFault, match="/health says 503"):
+        await engine.start()
+    assert (engine.health().state, engine.capacity()) == ("failed", 0)
+    with pytest.raises(EngineFault, match="not ready"):
+        engine.run_text(asked(), "")
+
+    fake.health_status = 404  # a server without that route
+    await until(lambda: engine.health().state == "ready")
+    assert engine.capacity() == 8
+    assert engine.model == "ref-1"
+    await engine.stop()
+    assert engine.health().state == "off"
+
+
+@pytest.mark.parametrize(
+    ("models", "status", "wanted", "why"),
+    [
+        ([], 200, "", "lists no model"),
+        ([{"id": "a"}, {"id": "b"}], 200, "c", "it has a, b"),
+        ([{"id": "a"}], 401, "", "upstream.api_key_file"),
+        ([{"id": "a"}], 404, "", "upstream.url"),
+        ([{"id": "a"}], 302, "", "redirects"),
+        ([{"id": "a"}], 500, "", "answers 500"),
+        ([{"id": 7}], 200, "", "no list of models"),
+    ],
+)
+async def test_what_is_missing_is_told_in_words(
+    fake: FakeUpstream, models: list[Any], status: int, wanted: str, why: str
+) -> None:
+    """Whoever reads the status knows which key to look at."""
+    fake.models, fake.models_status = models, status
+    with pytest.raises(EngineFault, match=why):
+        async with engine_on(fake, model=wanted):
+            pass
+
+
+async def test_nobody_there_is_a_fault_not_a_crash(fake: FakeUpstream) -> None:
+    """A port that nobody listens on."""
+    upstream = Upstream(url="http://127.0.0.1:9", connect_timeout_s=1.0)
+    engine = UpstreamEngine(upstream, dial_of(upstream, {}))
+    with pytest.raises(EngineFault, match="cannot be reached"):
+        await engine.start()
+    await engine.stop()
+
+
+# --- an answer -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [HELLO, Prompt("P:")])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+async def test_an_answer_streams_with_its_usage_and_its_name(
+    text: TextModel, fake: FakeUpstream, source: Chat | Prompt, size: int
+) -> None:
+    """Chat and raw prompts: the text arrives whole; the finish names engine, model and tokens."""
+    fake.script.append(say(size=size))
+    async with engine_on(fake) as engine:
+        shown, finish = await read(scheduler_on(text, engine).submit(asked(source=source)))
+
+    assert (shown, finish.reason) == (REFERENCE, "stop")
+    assert finish.usage.completion_tokens == 17
+    span = finish.engines[0]
+    assert (span.name, span.model, span.from_token, span.to_token) == ("openai", "ref-1", 0, 17)
+    assert not span.approximate and finish.timings.first_token_s is not None
+
+
+async def test_stop_strings_are_ours_whoever_watches(text: TextModel, fake: FakeUpstream) -> None:
+    """A stop string that the server lets pass ends the answer, and the connection."""
+    fake.script.append(say(size=2, pause_s=0.005))
+    async with engine_on(fake) as engine:
+        stream = scheduler_on(text, engine).submit(asked(stop=("🙂 full",)))
+        shown, finish = await read(stream)
+        await asyncio.wait_for(fake.left.wait(), 5)
+
+    assert (shown, finish.reason) == (REFERENCE[: REFERENCE.index("🙂")], "stop")
+    assert fake.asked[0]["stop"] == ["🙂 full"]
+    assert finish.usage.completion_tokens >= len(shown)
+
+
+async def test_leaving_closes_the_connection_and_frees_the_slot(
+    text: TextModel, fake: FakeUpstream
+) -> None:
+    """A client that goes away costs the other server nothing more."""
+    fake.script.append(say(size=1, pause_s=0.05))
+    async with engine_on(fake, max_concurrent=1) as engine:
+        scheduler = scheduler_on(text, engine)
+        stream = scheduler.submit(asked())
+        await stream.__anext__()
+        assert engine.capacity() == 0
+        await stream.aclose()
+        await asyncio.wait_for(fake.left.wait(), 5)
+        assert engine.capacity() == 1
+        shown, _ = await read(scheduler.submit(asked()))
+    assert shown == REFERENCE
+
+
+async def test_leaving_before_the_first_token_closes_it_too(
+    text: TextModel, fake: FakeUpstream
+) -> None:
+    """Also while the server thinks."""
+    fake.script.append(hang())
+    async with engine_on(fake) as engine:
+        stream = scheduler_on(text, engine).submit(asked())
+        await until(lambda: fake.busy == 1)
+        await stream.aclose()
+        await asyncio.wait_for(fake.left.wait(), 5)
+        assert engine.health().running == 0
+
+
+async def test_no_more_than_max_concurrent_run_there(text: TextModel, fake: FakeUpstream) -> None:
+    """The others wait here; all are answered."""
+    for _ in range(5):
+        fake.script.append(say(size=20, pause_s=0.02))
+    most = 0
+    async with engine_on(fake, max_concurrent=2) as engine:
+        scheduler = scheduler_on(text, engine)
+        streams = [scheduler.submit(asked(id=str(i))) for i in range(5)]
+        reading = asyncio.gather(*(read(s) for s in streams))
+        while not reading.done():
+            most = max(most, fake.busy)
+            await asyncio.sleep(0.005)
+    assert {shown for shown, _ in await reading} == {REFERENCE}
+    assert most == 2
+
+
+async def test_a_split_surrogate_pair_becomes_one_character(
+    text: TextModel, fake: FakeUpstream
+) -> None:
+    """Some servers cut an emoji between two events."""
+    halves = (
+        b'data: {"choices":[{"delta":{"content":"a\\ud83d"}}]}\n\n'
+        b'data: {"choices":[{"delta":{"content":"\\ude42b"}}]}\r\n\r\n'
+        b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    )
+    fake.script.append(send(HEAD + halves))
+    async with engine_on(fake) as engine:
+        shown, finish = await read(scheduler_on(text, engine).submit(asked()))
+    assert (shown, finish.reason) == ("a🙂b", "stop")
+
+
+async def test_usage_that_never_comes_is_counted_here(text: TextModel, fake: FakeUpstream) -> None:
+    """Servers without stream_options: our tokenizer counts."""
+    fake.script.append(say(usage=False, finish="length"))
+    async with engine_on(fake) as engine:
+        _, finish = await read(scheduler_on(text, engine).submit(asked()))
+    assert finish.reason == "length"
+    assert finish.usage.completion_tokens == len(REFERENCE.encode())
+
+
+async def test_a_server_that_ignores_max_tokens_is_cut_off(
+    text: TextModel, fake: FakeUpstream
+) -> None:
+    """An endless answer ends as `length`, in bounded memory."""
+
+    async def endless(fake: FakeUpstream, writer: asyncio.StreamWriter, body: Any) -> None:
+        writer.write(HEAD)
+        while True:
+            writer.write(b'data: {"choices":[{"delta":{"content":"%s"}}]}\n\n' % (b"x" * 500))
+            await writer.drain()
+
+    fake.script.append(endless)
+    async with engine_on(fake) as engine:
+        shown, finish = await read(scheduler_on(text, engine).submit(asked(max_tokens=10)))
+    assert finish.reason == "length"
+    assert len(shown) < 200_000
+
+
+# --- faults ----------------------------------------------------------------------------------
+
+BIG = b"data: " + b"x" * (1 << 20) + b"y"
+FAULTS: list[tuple[str, Answer, str]] = [
+    ("cut", say(most=10), "cut the answer"),
+    ("cut before the first byte", send(b""), "cannot be reached"),
+    ("no http", send(b"hello\r\n\r\n"), "cannot be reached"),
+    ("garbage", send(HEAD + b"data: {]\n\n", hang=True), "no chunk of an answer"),
+    ("a list", send(HEAD + b"data: [1]\n\n", hang=True), "no chunk of an answer"),
+    ("deep", send(HEAD + b"data: " + b"[" * 90_000 + b"\n\n", hang=True), "no chunk"),
+    ("too much", send(HEAD + BIG, hang=True), "event of more than"),
+    ("done too early", send(HEAD + b"data: [DONE]\n\n"), "without a reason"),
+    (
+        "error event",
+        send(HEAD + b'data: {"error":{"message":"secret prompt","code":"out_of_memory"}}\n\n'),
+        r"gave up in mid-answer \(out_of_memory\)",
+    ),
+    (
+        "own reason",
+        send(HEAD + b'data: {"choices":[{"delta":{},"finish_reason":"abort"}]}\n\n'),
+        "reason of its own",
+    ),
+    ("no stream", refuse(200), "does not stream"),
+    ("error 500", refuse(500, {"message": "secret prompt", "type": "server_error"}), "500"),
+    ("redirect", refuse(307, location="http://127.0.0.1:1/"), "redirects"),
+    ("key", refuse(401), "upstream.api_key_file"),
+    ("never", hang(), "first token in time"),
+    ("pings only", pings(), "cannot be reached"),
+    ("only pings", send(HEAD + b": ping\n\n: ping\n\n", hang=True), "first token in time"),
+    ("stalls", say(most=10, then=hang()), "next token in time"),
+]
+
+
+@pytest.mark.parametrize(("answer", "why"), [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
+async def test_every_way_to_fail_has_a_name_and_another_engine_goes_on(
+    text: TextModel, fake: FakeUpstream, answer: Answer, why: str
+) -> None:
+    """The stream continues elsewhere without losing or repeating a character; the log tells
+    what happened and quotes neither prompt nor key."""
+    fake.script.append(answer)
+    async with fake_upstream() as spare, engine_on(fake, idle_timeout_s=0.4) as engine:
+        engine._settings = engine._client.settings = Upstream(  # only now: starting may be slow
+            url=fake.url, first_token_timeout_s=0.4, idle_timeout_s=0.4
+        )
+        async with engine_on(spare) as second:
+            second.name = "spare"
+            with capture_logs() as logs:
+                stream = scheduler_on(text, engine, second).submit(asked())
+                shown, finish = await read(stream)
+
+    assert (shown, finish.reason) == (REFERENCE, "stop")
+    assert [s.name for s in finish.engines] == ["openai", "spare"]
+    assert finish.engines[1].reason == "engine_fault"
+    begun = finish.engines[0].to_token > 0
+    assert finish.engines[1].approximate == begun
+    told = [str(line) for line in logs]
+    assert any(_found(why, line) for line in told), told
+    assert not any("secret prompt" in line for line in told)
+
+
+def _found(why: str, line: str) -> bool:
+    import re
+
+    return re.search(why, line) is not None
+
+
+async def test_a_failing_server_is_not_asked_again_at_once(
+    text: TextModel, fake: FakeUpstream
+) -> None:
+    """After a fault it pauses, though its proof is good; then it serves again by itself."""
+    fake.script.append(refuse(500))
+    async with engine_on(fake) as engine:
+        scheduler = scheduler_on(text, engine)
+        _, finish = await read(scheduler.submit(asked()))
+        assert (finish.reason, finish.error_code) == ("failed", "engine_fault")
+        assert (engine.health().state, engine.capacity()) == ("failed", 0)
+        shown, _ = await read(scheduler.submit(asked()))  # waits for the end of the pause
+        assert shown == REFERENCE
+        assert engine.health().state == "ready"
+
+
+async def test_a_refused_request_is_that_requests_trouble(
+    text: TextModel, fake: FakeUpstream
+) -> None:
+    """400 is a row fault: the engine stays, the neighbours too."""
+    fake.script.append(refuse(400, {"message": "secret prompt", "code": "bad_word"}))
+    async with engine_on(fake) as engine:
+        scheduler = scheduler_on(text, engine)
+        _, finish = await read(scheduler.submit(asked()))
+        assert finish.error_code == "row_fault"
+        assert "400 (bad_word)" in (finish.error_message or "")
+        assert "secret" not in (finish.error_message or "")
+        assert (await read(scheduler.submit(asked())))[0] == REFERENCE
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_busy_server_gets_its_pause_and_the_stream_waits(
+    text: TextModel, fake: FakeUpstream, status: int
+) -> None:
+    """Retry-After is kept: nobody asks before, the waiting stream is served after it."""
+    fake.script.append(refuse(status, retry_after="0.4"))
+    async with engine_on(fake) as engine:
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        stream = scheduler_on(text, engine).submit(asked())
+        await until(lambda: engine.capacity() == 0 and fake.busy == 0 and len(fake.asked) == 1)
+        assert engine.health().state == "starting"
+        shown, finish = await read(stream)
+
+    assert shown == REFERENCE
+    assert loop.time() - begun_s >= 0.4
+    assert [(s.name, s.reason) for s in finish.engines] == [("openai", "first")]
+
+
+async def test_a_stream_goes_elsewhere_rather_than_wait_for_a_busy_server(
+    text: TextModel, fake: FakeUpstream
+) -> None:
+    """With another engine at hand a 429 costs no time and leaves no trace."""
+    fake.script.append(refuse(429, retry_after="300"))
+    async with fake_upstream() as spare, engine_on(fake) as engine, engine_on(spare) as second:
+        second.name = "spare"
+        scheduler = scheduler_on(text, engine, second)
+        results = [await read(scheduler.submit(asked())) for _ in range(2)]
+
+    assert [f.engines[0].name for _, f in results] == ["spare", "spare"]
+    assert len(fake.asked) == 1
+
+
+async def test_stopping_ends_what_still_runs(text: TextModel, fake: FakeUpstream) -> None:
+    """No connection outlives the engine."""
+    fake.script.append(say(size=1, pause_s=0.05))
+    async with engine_on(fake) as engine:
+        stream = scheduler_on(text, engine).submit(asked())
+        await stream.__anext__()
+    await asyncio.wait_for(fake.left.wait(), 5)
+    assert engine.health().running == 0
+    await stream.aclose()
+
+
+async def test_limits_hold_for_a_server_on_the_same_board_only(fake: FakeUpstream) -> None:
+    """It heats the chip too; one elsewhere does not."""
+    async with engine_on(fake, on_board=True) as here, engine_on(fake) as there:
+        for engine in (here, there):
+            engine.set_limits(Limits(max_batch=2))
+        assert (here.capacity(), there.capacity()) == (2, 8)
+        for engine in (here, there):
+            engine.set_limits(Limits(max_batch=2, admit=False))
+        assert (here.capacity(), there.capacity()) == (0, 8)
+
+
+# --- the key ---------------------------------------------------------------------------------
+
+
+async def test_the_key_goes_to_the_server_and_nowhere_else(
+    text: TextModel, fake: FakeUpstream, tmp_path: Path
+) -> None:
+    """Sent with every request; in no log line, repr or message."""
+    (tmp_path / "upstream-key").write_text("s3cr3t-key\n")
+    fake.script.append(refuse(500))
+    with capture_logs() as logs:
+        upstream = Upstream(url=fake.url, api_key_file="upstream-key")
+        dial = dial_of(upstream, {"CREDENTIALS_DIRECTORY": str(tmp_path)})
+        engine = UpstreamEngine(upstream, dial)
+        await engine.start()
+        _, finish = await read(scheduler_on(text, engine).submit(asked(sampling=Sampling())))
+        await engine.stop()
+
+    assert all(h["authorization"] == "Bearer s3cr3t-key" for h in fake.headers)
+    assert fake.headers
+    shown = f"{logs} {dial!r} {engine.health()} {finish}"
+    assert "s3cr3t" not in shown
