@@ -18,7 +18,7 @@ import structlog
 
 from edged import thermal, wire
 from edged.core import Limits
-from edged.engine.factory import make_engines, make_overseer
+from edged.engine.factory import make_engines, make_overseer, small_model_dir
 from edged.engine.links import make_links, make_upstream
 from edged.engine.overseer import Overseer
 from edged.engine.upstream import UpstreamEngine
@@ -29,7 +29,7 @@ from edged.guard.view import view_figures
 from edged.ingress.http import HttpServer
 from edged.ingress.mqtt import MqttIngress
 from edged.ingress.prepare import Catalog
-from edged.manifest import foreign_models, shared_context_tokens
+from edged.manifest import check_small_model, foreign_models, shared_context_tokens
 from edged.metrics import Metrics
 from edged.queue import Queue
 from edged.reboot import Rebooter
@@ -106,6 +106,8 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     """Make all parts; nothing runs yet. The wiring between them is all here."""
     text = TextModel.load(next(iter(model_dirs.values())), config.model.name)
     context_tokens = shared_context_tokens(model_dirs, config.model.context_tokens)
+    if config.npu.small_model and "npu" in model_dirs:
+        check_small_model(model_dirs["npu"], small_model_dir(config))
     foreign = foreign_models(model_dirs, config.model.context_tokens)
     catalog = Catalog([text], config.generation, context_tokens)
     twin = (

@@ -49,6 +49,15 @@ def shared_context_tokens(model_dirs: Mapping[str, Path], cap_tokens: int) -> in
     return min([*longest, cap_tokens] if cap_tokens else longest)
 
 
+def check_small_model(model_dir: Path, small: Path) -> None:
+    """Streams come from other rungs by ids. Raises ConfigError where ids would mean other words."""
+    if read(small).tokenizer_hash != read(model_dir).tokenizer_hash:
+        raise ConfigError(
+            f"npu.small_model: {small} has another tokenizer than {model_dir}; export the same "
+            "model once more, with shorter context gears"
+        )
+
+
 def foreign(model_dirs: Mapping[str, Path]) -> dict[str, Manifest]:
     """Engines whose model has another tokenizer than the first one's: they go on by text."""
     manifests = {engine: read(folder) for engine, folder in model_dirs.items()}

@@ -75,6 +75,7 @@ class Npu(Section, frozen=True):
     required: bool = False
     model: str = ""
     small_model: str = ""
+    memory: Literal["shared", "own"] = "shared"
     twin: str = ""
     twin_pace: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0
     slots: Slots = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -86,17 +87,26 @@ def make_rungs(name: str, config: Config, model_dir: Path, context_tokens: int) 
     counts = sorted({max(1, section.slots >> n) for n in range(_HALVINGS + 1)}, reverse=True)
     rungs = [_rung(msgspec.structs.replace(launch, slots=slots), "") for slots in counts]
     if name == "npu" and config.npu.small_model:
-        small = str(Path(config.npu.small_model).expanduser().absolute())
         slots = counts[min(1, len(counts) - 1)]
-        rungs.append(_rung(_shortened(launch, small, slots), " of the small model"))
+        small = _shortened(launch, small_model_dir(config), slots)
+        rungs.append(_rung(small, " of the small model"))
+    if name == "npu" and config.npu.memory == "own":
+        rungs = [replace(rung, needs=None) for rung in rungs]  # the worker asks the card
     return rungs
 
 
-def _shortened(launch: wire.Launch, model_dir: str, slots: int) -> wire.Launch:
+def small_model_dir(config: Config) -> Path:
+    """Absolute: workers have another working directory."""
+    return Path(config.npu.small_model).expanduser().absolute()
+
+
+def _shortened(launch: wire.Launch, model_dir: Path, slots: int) -> wire.Launch:
     """The same with another model, which may hold less."""
-    context_tokens = min(launch.context_tokens, longest_tokens(Path(model_dir)))
     return msgspec.structs.replace(
-        launch, model_dir=model_dir, slots=slots, context_tokens=context_tokens
+        launch,
+        model_dir=str(model_dir),
+        slots=slots,
+        context_tokens=min(launch.context_tokens, longest_tokens(model_dir)),
     )
 
 

@@ -75,7 +75,7 @@ class Keeper:
         self.starts = 0
         self.parked = False
         self.ladder = ladder.State()
-        self._rules, self._means, self._gate, self._owner = rules, means, gate, owner
+        self._rules, self.means, self._gate, self._owner = rules, means, gate, owner
         self._hears = Hears(owner.on_report, self._on_ready, self._on_tested, self._on_end)
         self._first: asyncio.Future[None] | None = None  # what start() waits for
         self._nudge = asyncio.Event()
@@ -213,7 +213,7 @@ class Keeper:
             self.starts += 1
             self._lives, self._alive, self._drain_until_s = True, True, None
             self._set_state("starting", f"starting its worker with {self.rung.words}")
-            self.life = life = Life(self.name, self.rung.launch, self._means, self._hears)
+            self.life = life = Life(self.name, self.rung.launch, self.means, self._hears)
             await life.run()
             self._lives = self._alive = False
             self._settle()
