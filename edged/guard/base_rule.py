@@ -79,8 +79,9 @@ def _up(settings: Settings, levers: Levers, state: BaseState, now_s: float) -> B
         return state
     double = levers.batches[state.batch] * 2
     batch = max(i for i, size in enumerate(levers.batches) if size <= double)
+    wider = min(state.batch + 1, len(levers.batches) - 1)  # where sizes more than double
     state = _geared(settings, state, min(state.gear + 1, _top_gear(levers)), now_s)
-    return replace(state, batch=max(batch, state.batch), changed_s=now_s)
+    return replace(state, batch=max(batch, wider), changed_s=now_s)
 
 
 def _lowest(settings: Settings, state: BaseState, now_s: float) -> BaseState:
