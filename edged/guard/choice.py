@@ -42,6 +42,10 @@ class Budget:
         left = self._now(now_s)
         return left >= 1.0 and gain > _GAIN + _THRIFT * (1.0 - left / _MOST)
 
+    def ample(self, now_s: float) -> bool:
+        """Enough are left that one may be spent on learning."""
+        return self._now(now_s) >= _MOST / 2
+
     def spent(self, now_s: float) -> Budget:
         return Budget(max(0.0, self._now(now_s) - 1.0), now_s)
 

@@ -116,7 +116,7 @@ def _capped(lines: list[list[float]], caps: list[float]) -> Matrix:
 
 # --- heat ----------------------------------------------------------------------------------------
 
-TAUS_S = (2.5, 5.0, 12.0, 40.0)  # time constants tried side by side
+TAUS_S = (1.6, 2.5, 4.0, 6.3, 10.0, 25.0, 60.0)  # time constants tried side by side
 _OFFSET_WALK_C = 0.1  # °C per square-root second: weather, sinks that warm slowly
 _GAIN_WALK = 0.0005  # of the prior's width, per square-root second
 _INPUT_NOISE_C2 = 0.02  # °C^2 per second: what is known of the input is rough
@@ -249,7 +249,7 @@ class HeatModel:
     """
 
     filters: tuple[HeatFilter, ...]
-    best: int = 1
+    best: int = 3
     usual: HeatInput = _NO_HEAT
     calm_s: float = _CALM_S
 
@@ -284,6 +284,10 @@ class HeatModel:
         leader = min(range(len(fits)), key=fits.__getitem__)
         best = leader if fits[leader] < 0.8 * fits[self.best] else self.best
         return replace(self, filters=filters, best=best)
+
+    def stirred(self) -> HeatModel:
+        """Another clock heats in another mixture, even at the same temperature: learn from it."""
+        return replace(self, calm_s=0.0)
 
     def shifted(self, offset_c: float) -> HeatModel:
         return replace(self, filters=tuple(f.shifted(offset_c) for f in self.filters))

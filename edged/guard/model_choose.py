@@ -15,6 +15,9 @@ from edged.guard.policy import DUTY_FLOOR, Levers, Load, Seen, Settings
 
 RETHINK_S = 5.0  # between two choices of clock and batch
 GAIN = 1.03  # a new batch must promise this much more
+_TRIAL_SHARE = 0.9  # of the present speed an untried clock must promise to be tried
+_TRIAL_AFTER_S, _TRIAL_EVERY_S = 60.0, 7200.0
+_KEEP_UP = 1.01  # prompts are taken in this much faster than they arrive
 _PACE_GRACE = 1.1  # a pace kept so far may be this much too slow before it is given up
 
 
@@ -35,13 +38,43 @@ def chosen(settings: Settings, levers: Levers, state: ModelState, seen: Seen) ->
     go = lowest if state.hopeless else choice.best(found, settings.itl_slo_s)
     full = max(o.tokens_per_s / o.point.duty for o in found)
     state = replace(state, limited=go.tokens_per_s < 0.98 * full, sustainable=go.tokens_per_s)
-    if _worth(settings, state, stay, go, now_s) and go.point.frequency_mhz is not None:
-        gear = levers.frequencies_mhz.index(go.point.frequency_mhz)
-        if gear == state.gear:
-            return replace(state, batch=go.point.batch)
-        budget = state.budget.spent(now_s)
-        return replace(state, gear=gear, batch=go.point.batch, geared_s=now_s, budget=budget)
-    return replace(state, batch=lowest.point.batch if state.hopeless else stay.point.batch)
+    if not _worth(settings, state, stay, go, now_s) or go.point.frequency_mhz is None:
+        trial = _trial(settings, levers, state, found, stay, now_s)
+        if trial is None:
+            return replace(state, batch=lowest.point.batch if state.hopeless else stay.point.batch)
+        go = trial
+    gear = levers.frequencies_mhz.index(go.point.frequency_mhz)
+    if gear == state.gear:
+        return replace(state, batch=go.point.batch)
+    budget = state.budget.spent(now_s)
+    return replace(state, gear=gear, batch=go.point.batch, geared_s=now_s, budget=budget)
+
+
+def _trial(
+    settings: Settings,
+    levers: Levers,
+    state: ModelState,
+    found: list[Option],
+    stay: Option,
+    now_s: float,
+) -> Option | None:
+    """The next lower clock if it has not been tried for long and may be about as good: what is
+    believed of it is a guess, and a wrong guess would never be noticed."""
+    lower = state.gear - 1
+    if state.hopeless or not state.limited or lower < 0:
+        return None
+    if now_s - state.geared_s < _TRIAL_AFTER_S or not state.budget.ample(now_s):
+        return None
+    if now_s - state.visited_s.get(lower, -math.inf) < _TRIAL_EVERY_S:
+        return None
+    fair = [
+        option
+        for option in found
+        if option.point.frequency_mhz == levers.frequencies_mhz[lower]
+        and option.pace_s <= settings.itl_slo_s
+        and option.tokens_per_s > _TRIAL_SHARE * stay.tokens_per_s
+    ]
+    return choice.best(fair, settings.itl_slo_s) if fair else None
 
 
 def _options(settings: Settings, levers: Levers, state: ModelState, demand: int) -> list[Option]:
@@ -106,7 +139,7 @@ def chunk_of(levers: Levers, state: ModelState, load: Load) -> int:
     x = levers.frequencies_mhz[-1] / gear if gear else 1.0
     steps = state.steps
     step_s = steps.step_s(max(1, min(state.batch, load.streams)), x)
-    arriving = 1.1 * state.mix_per_step
+    arriving = _KEEP_UP * state.mix_per_step
     if 2 * load.filling > load.streams:
         return levers.prefill_chunk
     return choice.chunk_tokens(

@@ -11,11 +11,13 @@ from edged.guard.policy import DUTY_FLOOR, Levers, Seen, Settings
 
 _MARGIN_MOST_C = 1.5
 _OVER_STEP_C, _UNDER_STEP_C = 0.02, 0.0001  # margin's walk: over the limit 0.5 % of the time
+_MIX_PART = 0.01  # weight of one decode step in the mean of prompt tokens per decode step
 _MISFIT_MOST = 12.0  # squared surprise, in expected ones, at which the model explains nothing
 _FALLBACK_S = 120.0
 _CPU_SHIFT_C = 8.0  # what a busy CPU engine adds until it has been learned
 _STUCK_C = 3.0  # plus a sensor step: a reading that did not follow by so much is stuck
 _MATURE = 60  # busy observations before the model may call a sensor stuck
+_VISIT_S = 30.0  # a clock kept for so long is known
 _SETTLE_S = 2.5  # after a clock change what is measured belongs to both clocks
 _UNSETTLED_C2 = 1.0  # so a reading then says little (variance, °C^2)
 
@@ -24,13 +26,17 @@ def learned_steps(levers: Levers, state: ModelState, seen: Seen, dt_s: float) ->
     load, x = seen.npu, clock_ratio(levers, seen, state)
     if x != state.x:
         state = replace(state, x=x, settled_s=seen.now_s)
+    if seen.now_s - state.settled_s >= _VISIT_S:
+        state = replace(state, visited_s={**state.visited_s, state.gear: seen.now_s})
     steps, mix = state.steps, state.mix_per_step
     settled = _settled(state, seen)
     if load.decode_steps > 0:
         mean = load.decode_rows / load.decode_steps
         if settled:
             steps = steps.seen(mean, x, load.decode_busy_s / load.decode_steps)
-        mix += 0.02 * load.decode_steps * (load.prefill_tokens / load.decode_steps - mix)
+        mix += min(1.0, _MIX_PART * load.decode_steps) * (
+            load.prefill_tokens / load.decode_steps - mix
+        )
     if load.prefill_steps > 0 and settled:
         mean = load.prefill_tokens / load.prefill_steps
         steps = steps.seen_chunks(mean, x, load.prefill_busy_s / load.prefill_steps)
@@ -66,6 +72,8 @@ def learned_heat(
     else:
         cpu_ratio = state.cpu_ratio
     noise = state.quantum_c**2 / 12 + (0.0025 if _settled(state, seen) else _UNSETTLED_C2)
+    if state.settled_s == seen.now_s:
+        heat = heat.stirred()
     warmed = heat_input(levers, state, seen)
     heat = heat.predicted(dt_s, warmed).corrected(temperature_c, noise)
     over = temperature_c > settings.limit_c

@@ -6,6 +6,7 @@ Pure. Who changes it: model_learn.py, model_choose.py and policy_model.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from edged.guard.base_rule import BaseState
@@ -40,6 +41,7 @@ class ModelState:
     quantum_c: float = 1.0
     x: float = 0.0  # highest gear / clock at the last reading; 0 = none yet
     settled_s: float = 0.0  # when the clock was last seen to change
+    visited_s: Mapping[int, float] = field(default_factory=dict)  # gear -> when it was last in use
     mix_per_step: float = 0.0  # prompt tokens per decode step
     fullness: float = 1.0  # share of work seen over that of full batches
     chunk: int = 0

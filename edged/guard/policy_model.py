@@ -20,8 +20,10 @@ from edged.guard.policy import CPU, DUTY_FLOOR, NPU, Decision, Levers, Seen, Set
 
 __all__ = ["ModelState", "start", "step"]
 
-_BRAKE = 1.5  # °C taken off the headroom per °C above the target
-_PUSH = 0.3  # °C added to it per °C below
+_BRAKE = 3.0  # °C taken off the headroom per °C above the target
+_PUSH = 0.15  # °C added to it per °C below
+_PART, _FAR = 0.2, 0.08  # of the way to the wanted duty per reading; all of it from this far on
+_WARM_C, _WARM_STEPS = 0.1, 0.4  # so far above the target, and so many sensor steps: at once
 _FAN_STEP, _FAN_UP_S, _FAN_DOWN_S = 0.1, 2.0, 60.0
 
 
@@ -73,11 +75,21 @@ def _trimmed(
     error_c = state.heat.now.temperature_c - goal_c
     headroom_c -= (_BRAKE if error_c > 0 else _PUSH) * error_c
     full_c = rise_c(levers, state, gear_mhz(levers, state), state.batch)
-    duty = min(1.0, max(DUTY_FLOOR, headroom_c / full_c))
+    aim = min(1.0, max(DUTY_FLOOR, headroom_c / full_c))
+    duty = _smoothed(state.duty, aim, error_c > _WARM_C + _WARM_STEPS * state.quantum_c)
     state = replace(state, full_c=full_c)
     if temperature_c > settings.limit_c + settings.urgent_c or state.hopeless:
         duty = DUTY_FLOOR
     return replace(state, duty=duty)
+
+
+def _smoothed(duty: float, aim: float, warm: bool) -> float:
+    """Part of the way to the aim, so that a sensor's steps do not show between two tokens; all
+    of it when it is far, and down when the chip is too warm. Not higher for a lower aim."""
+    change = aim - duty
+    if abs(change) > _FAR * duty or (change < 0 and warm):
+        return aim
+    return duty + _PART * change
 
 
 def _with_fan(settings: Settings, levers: Levers, state: ModelState, seen: Seen) -> ModelState:
