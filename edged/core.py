@@ -228,7 +228,8 @@ class Health:
     state: "off" (not started or out of restarts for now), "starting", "ready", "failed".
     rung: the launch configuration, in words; reason: why the last one was left; next_climb_s: loop
     time before which none is climbed. memory: the last sum that was checked before a load.
-    standby: off because it is not needed; it is started when it is.
+    standby: off because it is not needed; it is started when it is. newcomers: False while it
+    takes only streams that another engine has lost.
     admits: False while the guard lets nothing new into it.
     """
 
@@ -244,4 +245,5 @@ class Health:
     reason: str = ""
     next_climb_s: float | None = None
     standby: bool = False
+    newcomers: bool = True
     admits: bool = True

@@ -143,10 +143,14 @@ class Scheduler:
                 self._give_up(stream)
 
     def _fill(self, engine: Link, ready: Sequence[Link]) -> None:
+        newcomers = engine.health().newcomers
+
         def suits(stream: Stream) -> bool:
             if not stream.suits(engine):
                 return False
-            return stream.moves is not None or engine is next(filter(stream.suits, ready))
+            if stream.moves is not None:
+                return True
+            return newcomers and engine is next(filter(stream.suits, ready))
 
         while self._queue and engine.capacity() > 0:
             running = [s.request.client for s, r in self._streams.items() if r is not None]

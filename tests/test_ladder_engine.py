@@ -10,7 +10,9 @@ import pytest
 from fakes import request
 from fakes_ladder import MIB, Board, running, until
 
+from edged import wire
 from edged.core import Delta, Finish
+from edged.engine.causes import cause_of, cause_of_exit
 from edged.errors import EngineFault
 from edged.scheduler import Stream
 
@@ -245,3 +247,27 @@ async def test_on_a_small_board_npu_and_cpu_do_not_fight_for_memory() -> None:
     assert {finish.reason for finish in answered} == {"length"}
     assert board.memory.least_bytes >= 0
     assert (board.npu.health().restarts, board.cpu.health().restarts) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "detail", "cause"),
+    [
+        ("memory", "load: no memory", "memory"),
+        ("fatal", "rt.synchronize_stream failed with 507015 RT_AICORE_EXCEPTION", "fatal"),
+        ("fatal", "rt.memcpy failed with 507010 RT_LOST_HEARTBEAT: gone", "lost"),
+        ("internal", "rt.set_device failed with 207004 RT_NO_DEVICE", "lost"),
+        ("self_test", "token 3 differs", "self_test"),
+        ("something new", "", "internal"),
+    ],
+)
+def test_a_workers_fault_has_one_word(kind: str, detail: str, cause: str) -> None:
+    """What a worker says before it exits becomes the ladder's cause."""
+    assert cause_of(wire.Fault(kind, detail)) == cause
+
+
+def test_an_exit_is_a_death_unless_the_kernel_counted_it() -> None:
+    """Only SIGKILL together with a new kill in the kernel's own count means memory."""
+    assert cause_of_exit("killed by SIGKILL", 3, 4) == "memory"
+    assert cause_of_exit("killed by SIGKILL", 3, 3) == "death"
+    assert cause_of_exit("killed by SIGSEGV", 3, 4) == "death"
+    assert cause_of_exit("killed by SIGKILL", None, 4) == "death"

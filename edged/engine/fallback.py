@@ -62,8 +62,9 @@ class Fallback:
 
     @property
     def idle(self) -> bool:
-        """Loaded, and nobody uses it."""
-        return self._spare.keeper.state == "ready" and not self._spare.health().running
+        """Loaded, and nobody uses it, nor waits for the guard to open it."""
+        health = self._spare.health()
+        return health.state == "ready" and health.admits and not health.running
 
     def serves_beside(self) -> bool:
         """Another engine serves too, so that this one can be missed."""

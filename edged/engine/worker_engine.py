@@ -40,7 +40,7 @@ class WorkerEngine:
         self.on_change: Callable[[], None] = lambda: None
         self.on_report: Callable[[wire.Report], None] = lambda report: None
         self.on_move: Callable[[str], None] = lambda reason: None
-        self.closed = False  # to new streams, by the overseer
+        self.closed = False  # to all but streams that another engine has lost
         self._limits: Limits | None = None
         self._runs: dict[int, WorkerRun] = {}
         self._next_stream = 0
@@ -59,9 +59,7 @@ class WorkerEngine:
     # --- Engine ----------------------------------------------------------------------------------
 
     def capacity(self) -> int:
-        if self.keeper.state != "ready" or self.closed:
-            return 0
-        if self._limits is not None and not self._limits.admit:
+        if self.keeper.state != "ready" or (self._limits is not None and not self._limits.admit):
             return 0
         return max(0, self._slots - len(self._runs))
 
@@ -100,6 +98,7 @@ class WorkerEngine:
             reason=keeper.reason,
             next_climb_s=keeper.next_climb_s,
             standby=keeper.parked,
+            newcomers=not self.closed,
             admits=self._limits is None or self._limits.admit,
         )
 
