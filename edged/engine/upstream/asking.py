@@ -14,6 +14,7 @@ from edged.core import Chat, ChatMessage, Request, Sampling
 # As a server calls itself in the `owned_by` of its models.
 KINDS = {"llamacpp": "llama.cpp", "vllm": "vllm", "sglang": "vllm", "edged": "edged"}
 _SEEDS = 2**31  # what all servers take
+_MOST_WINDOW_TOKENS = 65_536  # it reserves memory for them
 _CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
 
 
@@ -127,7 +128,7 @@ def _common(request: Request, written: str, kind: str) -> dict[str, Any]:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "repeat_penalty": sampling.repetition_penalty,
-            "repeat_last_n": -1,  # all tokens, not its last 64
+            "repeat_last_n": _window_tokens(request),
         }
     elif kind != "openai":
         body |= {
@@ -136,6 +137,15 @@ def _common(request: Request, written: str, kind: str) -> dict[str, Any]:
             "repetition_penalty": sampling.repetition_penalty,
         }
     return body
+
+
+def _window_tokens(request: Request) -> int:
+    """How far back llama.cpp's penalties look: over everything, where it would take 64 tokens."""
+    sampling = request.sampling
+    neutral = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    if neutral == (1.0, 0.0, 0.0):
+        return 0
+    return min(_MOST_WINDOW_TOKENS, 2 * (len(request.prompt_ids) + request.max_tokens))
 
 
 class Seam:

@@ -16,7 +16,7 @@ from edged.errors import EngineFault
 
 MAX_EVENT_BYTES = 1 << 20
 DONE = "[DONE]"
-_WORD = re.compile(r"[A-Za-z0-9_.-]{1,48}")
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,47}")
 _LINE_END = re.compile(r"\r\n|\n|\r")
 
 
