@@ -13,7 +13,8 @@ from fakes import LetterText
 
 from edged import wire
 from edged.engine.fallback import Fallback
-from edged.engine.keeper import Gate, Rung
+from edged.engine.gate import Gate
+from edged.engine.keeper import Rung
 from edged.engine.life import Means
 from edged.engine.overseer import Overseer, Watch
 from edged.engine.worker_engine import WorkerEngine
@@ -86,7 +87,7 @@ class Board:
             [_rung("npu", 8 >> n, mib) for n, mib in enumerate(npu_mib)],
             Rules(**{**vars(QUICK), "rungs": len(npu_mib)}),
             means,
-            Gate(admission),
+            Gate("npu", admission),
         )
         self.cpu = WorkerEngine(
             "cpu",
@@ -94,7 +95,7 @@ class Board:
             [_rung("cpu", 2, cpu_mib)],
             Rules(**{**vars(QUICK), "rungs": 1}),
             Means(command=(sys.executable, SCRIPT, "--fault", "none"), memory=self.memory),
-            Gate(admission),
+            Gate("cpu", admission),
         )
         if lazy:
             self.cpu.keeper.park("waits")

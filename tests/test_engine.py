@@ -16,7 +16,7 @@ import psutil
 import pytest
 from fakes import request
 
-from edged import wire
+from edged import ladder, wire
 from edged.core import Limits
 from edged.engine import worker_engine
 from edged.engine.keeper import Rung
@@ -247,6 +247,18 @@ def living_in(session: int) -> list[psutil.Process]:
             if os.getsid(process.pid) == session:
                 found.append(process)
     return [process for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
+
+
+def test_restarts_back_off_within_a_budget() -> None:
+    """Delays double to the cap; over the budget the engine is off for the window, then tries on."""
+    rules = Rules(budget=3, window_s=100, backoff_s=1, backoff_max_s=3)
+    state, actions = ladder.State(), []
+    for at_s in (10.0, 20.0, 30.0, 40.0):
+        state, action = ladder.advance(rules, state, ladder.Failed("death"), at_s)
+        actions.append((action.kind, action.delay_s))
+    assert actions == [("start", 1), ("start", 2), ("start", 3), ("off", 100)]
+    state, action = ladder.advance(rules, state, ladder.Failed("death"), 200.0)
+    assert (action.kind, action.delay_s) == ("start", 1)
 
 
 async def test_a_late_reader_gets_one_step_for_several() -> None:

@@ -13,7 +13,8 @@ import msgspec
 from edged import wire
 from edged.engine.device_lock import DeviceLock
 from edged.engine.fallback import Fallback
-from edged.engine.keeper import Gate, Rung
+from edged.engine.gate import Gate
+from edged.engine.keeper import Rung
 from edged.engine.life import Means
 from edged.engine.overseer import Overseer, Watch
 from edged.engine.worker_engine import WorkerEngine
@@ -44,12 +45,12 @@ def make_engines(
     for name in [name for name in config.engines.chain if name in ("npu", "cpu")]:
         named, context = (foreign or {}).get(name, (model, context_tokens))
         rungs = make_rungs(name, config, model_dirs[name], context)
-        means, gate = Means(memory=memory), Gate(admission)
+        means, gate = Means(memory=memory), Gate(name, admission)
         if name == "npu":
             environ = {"EDGED_TWIN": str(twin)} if config.npu.twin else {}
             lock = DeviceLock(Path(config.state_dir) / "npu.lock")
             means = Means(environ=environ, memory=memory, lock=lock)
-            gate = Gate(admission, device_free_bytes)
+            gate = Gate(name, admission, device_free_bytes)
         elif not config.cpu.threads:
             means = Means(memory=memory, threads=functools.partial(_cpu_threads, made))
         made[name] = WorkerEngine(name, named, rungs, _rules(config, len(rungs)), means, gate)

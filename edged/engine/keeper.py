@@ -14,9 +14,10 @@ from typing import Literal
 import structlog
 
 from edged import ladder, wire
+from edged.engine.gate import Gate
 from edged.engine.life import Hears, Life, Means
 from edged.errors import EngineFault, EngineMoved
-from edged.memory import Admission, Needs
+from edged.memory import Needs
 
 log = structlog.get_logger("edged.engine")
 
@@ -32,14 +33,6 @@ class Rung:
     words: str
     launch: wire.Launch
     needs: Needs | None = None
-
-
-@dataclass(frozen=True)
-class Gate:
-    """Where memory is asked for. device_free_bytes: by the device's own count, where it has one."""
-
-    admission: Admission
-    device_free_bytes: Callable[[], int | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ class Keeper:
         rungs: Sequence[Rung],
         rules: ladder.Rules,
         means: Means,
-        gate: Gate | None,
+        gate: Gate,
         owner: Owner,
     ) -> None:
         self.name = name
@@ -69,20 +62,18 @@ class Keeper:
         self.life: Life | None = None  # the latest
         self.state: State = "off"
         self.detail = "not started"
-        self.memory = ""  # the last sum, in words
         self.reason = ""  # of the last move
         self.wedged = ""  # why only a reboot may help; empty while one need not
         self.starts = 0
         self.parked = False
         self.ladder = ladder.State()
-        self._rules, self.means, self._gate, self._owner = rules, means, gate, owner
+        self.means, self.gate, self._rules, self._owner = means, gate, rules, owner
         self._hears = Hears(owner.on_report, self._on_ready, self._on_tested, self._on_end)
         self._first: asyncio.Future[None] | None = None  # what start() waits for
         self._nudge = asyncio.Event()
         self._due_s = 0.0
         self._off = False
         self._faulted = False
-        self._refused = False  # the last sum did not fit
         self._lives = False  # a process is there, wanted or not
         self._alive = False  # and it is wanted
         self._drain_until_s: float | None = None  # a climb waits for its streams
@@ -161,7 +152,8 @@ class Keeper:
             if not self._owner.busy() or asyncio.get_running_loop().time() > self._drain_until_s:
                 self._let_go(self.reason)
         elif self.state == "ready":
-            self.tell(ladder.Tick(self._room()))
+            above = self.rungs[max(0, self.ladder.rung - 1)]
+            self.tell(ladder.Tick(self.gate.room(self.rung.needs, above.needs)))
 
     def probe(self) -> None:
         """Run the golden self test between two steps; the ladder hears how it ended."""
@@ -191,17 +183,13 @@ class Keeper:
 
     def hurry(self) -> None:
         """Memory was given back: ask for it now."""
-        if self._refused:
+        if self.gate.refused:
             self._due_s = 0.0
             self._nudge.set()
 
     def would_fit(self, more_bytes: int) -> bool:
-        """It waits for memory, and would have it if there were `more_bytes`."""
-        needs, gate = self.rung.needs, self._gate
-        if not (self._refused and self._off) or needs is None or gate is None:
-            return False
-        free = gate.device_free_bytes()
-        return gate.admission.fits(needs, more_bytes) and (free is None or needs.held_bytes <= free)
+        """It is off for lack of memory, and would start if there were `more_bytes`."""
+        return self._off and self.gate.would_open(self.rung.needs, more_bytes)
 
     # --- worker after worker ---------------------------------------------------------------------
 
@@ -216,7 +204,7 @@ class Keeper:
             self.life = life = Life(self.name, self.rung.launch, self.means, self._hears)
             await life.run()
             self._lives = self._alive = False
-            self._settle()
+            self.gate.settle()
             if life.undead:
                 self.tell(ladder.Failed("wedged"), f"worker {life.pid} cannot be killed")
 
@@ -238,17 +226,14 @@ class Keeper:
 
     def _admitted(self) -> bool:
         """The sum of memory allows this rung; else the ladder knows, and says what is next."""
-        rung, gate = self.rung, self._gate
-        if rung.needs is None or gate is None:
+        rung, gate = self.rung, self.gate
+        if gate.opens(rung.needs):
             return True
-        verdict = gate.admission.ask(self.name, rung.needs, gate.device_free_bytes())
-        self.memory, self._refused = verdict.words, not verdict.fits
-        if not verdict.fits:
-            self.detail = f"not enough memory for {rung.words}: {verdict.words}"
-            self.tell(ladder.Refused(), verdict.words)
-            if self._off:
-                self._fail_start(EngineFault(f"engine {self.name} is off: {self.detail}"))
-        return verdict.fits
+        self.detail = f"not enough memory for {rung.words}: {gate.words}"
+        self.tell(ladder.Refused(), gate.words)
+        if self._off:
+            self._fail_start(EngineFault(f"engine {self.name} is off: {self.detail}"))
+        return False
 
     def _let_go(self, why: str) -> None:
         """End a worker that could go on: its streams are not failed, they move."""
@@ -261,7 +246,7 @@ class Keeper:
     # --- what is heard of a worker ---------------------------------------------------------------
 
     def _on_ready(self, ready: wire.Ready) -> None:
-        self._settle()
+        self.gate.settle()
         self.wedged, self._faulted = "", False
         self.tell(ladder.Serving())
         self._owner.on_ready(ready)  # before anybody may submit
@@ -291,17 +276,6 @@ class Keeper:
     def _fail_start(self, fault: EngineFault) -> None:
         if self._first is not None and not self._first.done():
             self._first.set_exception(fault)
-
-    def _settle(self) -> None:
-        if self._gate is not None:
-            self._gate.admission.settle(self.name)
-
-    def _room(self) -> bool:
-        """The next rung up would fit."""
-        if self.ladder.rung == 0 or self._gate is None:
-            return True
-        now, wanted = self.rung.needs, self.rungs[self.ladder.rung - 1].needs
-        return now is None or wanted is None or self._gate.admission.room(now, wanted)
 
     def _set_state(self, state: State, detail: str) -> None:
         same = detail.partition(":")[0] == self.detail.partition(":")[0]  # but for its figures

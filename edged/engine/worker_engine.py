@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from edged import ladder, wire
 from edged.core import Health, Limits, Request
 from edged.engine import frames
-from edged.engine.keeper import Gate, Keeper, Owner, Rung
+from edged.engine.gate import Gate
+from edged.engine.keeper import Keeper, Owner, Rung
 from edged.engine.life import Means
 from edged.engine.repetition import Repetition
 from edged.engine.run import WorkerRun
@@ -54,7 +55,7 @@ class WorkerEngine:
             lambda reason: self.on_move(reason),
             lambda: bool(self._runs),
         )
-        self.keeper = Keeper(name, rungs, rules, means or Means(), gate, owner)
+        self.keeper = Keeper(name, rungs, rules, means or Means(), gate or Gate(name), owner)
 
     # --- Engine ----------------------------------------------------------------------------------
 
@@ -94,7 +95,7 @@ class WorkerEngine:
             last_progress_s=keeper.life.last_progress_s if keeper.life else None,
             rung=keeper.rung.words,
             rung_number=keeper.ladder.rung,
-            memory=keeper.memory,
+            memory=keeper.gate.words,
             reason=keeper.reason,
             next_climb_s=keeper.next_climb_s,
             standby=keeper.parked,
