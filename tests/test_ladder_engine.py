@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 
+import msgspec
 import pytest
-from fakes import request
+from fakes import LetterText, request
 from fakes_ladder import MIB, Board, running, until
 
 from edged import wire
 from edged.core import Delta, Finish
 from edged.engine.causes import cause_of, cause_of_exit
+from edged.engine.repetition import Repetition
 from edged.errors import EngineFault
-from edged.scheduler import Stream
+from edged.ladder import Failed
+from edged.queue import Queue
+from edged.scheduler import Scheduler, Stream
 
 
 async def read(stream: Stream) -> tuple[int, Finish]:
@@ -271,3 +276,75 @@ def test_an_exit_is_a_death_unless_the_kernel_counted_it() -> None:
     assert cause_of_exit("killed by SIGKILL", 3, 3) == "death"
     assert cause_of_exit("killed by SIGSEGV", 3, 4) == "death"
     assert cause_of_exit("killed by SIGKILL", None, 4) == "death"
+
+
+async def test_a_step_down_without_another_engine_loses_nothing() -> None:
+    """The only engine restarts on purpose: its streams wait for it and go on there."""
+    board = Board()
+    alone = Scheduler(
+        (board.npu,),
+        {"fake": LetterText()},  # type: ignore[dict-item]
+        Queue(8, 100_000, 10.0),
+    )
+    board.npu.on_change = alone.dispatch
+    try:
+        await board.npu.start()
+        stream = asyncio.create_task(read(alone.submit(request(max_tokens=100))))
+        await until(lambda: board.npu.health().running == 1)
+        board.npu.press("little memory")
+        tokens, finish = await stream
+    finally:
+        await board.npu.stop()
+    assert (tokens, finish.reason) == (100, "length")
+    assert [(span.name, span.reason) for span in finish.engines] == [
+        ("npu", "first"),
+        ("npu", "engine_moved"),
+    ]
+
+
+async def test_two_row_faults_in_a_minute_ask_for_the_self_test(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One may be the prompt's; after two the engine must prove itself, and serves on if it can."""
+    async with running(Board(fault="nan-at-3")) as board:
+        await ready(board)
+        for _ in range(2):
+            _, finish = await read(board.scheduler.submit(request(max_tokens=30)))
+            assert names(finish) == ["npu", "cpu"]
+        assert "self_test_asked" in capsys.readouterr().out
+        assert (board.npu.health().state, board.npu.health().restarts) == ("ready", 0)
+
+
+async def test_an_engine_that_begins_to_repeat_itself_is_tested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A jump of the repeated share asks for the self test; one that fails it is restarted, and
+    its streams go on elsewhere."""
+    words = ["3 of the latest 5 streams repeat themselves"]
+    monkeypatch.setattr(Repetition, "jumped", lambda self: words.pop() if words else None)
+    async with running(Board(fault="wrong-probe")) as board:
+        await ready(board)
+        tokens, finish = await read(board.scheduler.submit(request(max_tokens=60)))
+        assert (tokens, finish.reason, names(finish)) == (60, "length", ["npu", "cpu"])
+        await until(lambda: board.npu.health().restarts == 1)
+
+
+async def test_streams_longer_than_the_small_model_holds_go_elsewhere() -> None:
+    """A rung with a shorter context serves what fits it and cuts nothing short."""
+    board = Board(npu_mib=(1000, 600))
+    full, small = board.npu.keeper.rungs
+    short = msgspec.structs.replace(small.launch, context_tokens=50)
+    board.npu.keeper.rungs = (full, dataclasses.replace(small, launch=short))
+    async with running(board):
+        await ready(board)
+        await until(lambda: board.cpu.health().state == "ready")
+        board.npu.keeper.tell(Failed("memory"))
+        await until(lambda: board.npu.health().state == "ready" and board.npu.health().slots == 4)
+        _, fits = await read(board.scheduler.submit(request("a", prompt=10, max_tokens=40)))
+        _, long = await read(board.scheduler.submit(request("b", prompt=10, max_tokens=41)))
+    assert (names(fits), fits.reason) == (["npu"], "length")
+    assert (names(long), long.reason, long.usage.completion_tokens) == (
+        ["npu", "cpu"],
+        "length",
+        41,
+    )
