@@ -1,0 +1,95 @@
+"""A client's own begun answer is continued, and the words of a request are kept beside its ids."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from fakes_http import Site, serving
+
+from edged.core import Chat, Prompt
+
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
+OPEN = {"add_generation_prompt": False, "continue_final_message": True}
+
+
+@pytest_asyncio.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    async with serving(tmp_path) as running:
+        yield running
+
+
+async def post(site: Site, path: str = "/v1/chat/completions", **body: Any) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(site.url + path, json=body) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+@pytest.mark.parametrize("flags", [OPEN, {"continue_final_message": True}])
+async def test_a_begun_answer_stays_open_at_its_end(site: Site, flags: dict[str, Any]) -> None:
+    """The prompt ends with the assistant's words, not with an end-of-message token."""
+    status, _ = await post(site, messages=TALK, **flags)
+
+    assert status == 200
+    request = site.scheduler.submitted[0].request
+    shown = b"".join(site.text.token_bytes(i) for i in request.prompt_ids)
+    assert shown == b"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell, "
+    assert isinstance(request.source, Chat) and request.source.continue_final
+
+
+async def test_without_the_flag_a_new_answer_begins(site: Site) -> None:
+    """As before: a last message of the assistant is closed."""
+    status, _ = await post(site, messages=TALK)
+    request = site.scheduler.submitted[0].request
+    shown = b"".join(site.text.token_bytes(i) for i in request.prompt_ids)
+    assert status == 200 and shown.endswith(b"Well, <|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": TALK[:1], **OPEN}, "continue_final_message"),
+        ({"messages": TALK[1:], **OPEN}, "continue_final_message"),
+        (
+            {"messages": [*TALK[:1], {"role": "assistant", "content": ""}], **OPEN},
+            "continue_final_message",
+        ),
+        (
+            {"messages": TALK, "continue_final_message": True, "add_generation_prompt": True},
+            "add_generation_prompt",
+        ),
+        ({"messages": TALK, "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"messages": TALK, "continue_final_message": "yes"}, "continue_final_message"),
+    ],
+)
+async def test_what_cannot_be_continued_is_refused_by_name(
+    site: Site, body: dict[str, Any], param: str
+) -> None:
+    """400 with the field, never another meaning."""
+    status, answer = await post(site, **body)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_raw_prompts_do_not_know_the_flag(site: Site) -> None:
+    """A completion has no messages: the flag is refused there, as before."""
+    status, answer = await post(site, "/v1/completions", prompt="x", continue_final_message=True)
+    assert (status, answer["error"]["param"]) == (400, "continue_final_message")
+
+
+async def test_the_words_are_kept_unless_the_client_sent_ids(site: Site) -> None:
+    """They are what an engine with another tokenizer reads."""
+    await post(site, "/v1/completions", prompt="x")
+    await post(site, "/v1/completions", prompt=[5, 6])
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    await post(site, messages=TALK[:1], tools=tools, tool_choice="none")
+
+    first, second, third = [stream.request.source for stream in site.scheduler.submitted]
+    assert first == Prompt("x")
+    assert second is None
+    assert isinstance(third, Chat) and third.tools == () and third.messages[0].content == "hi"
