@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import structlog
 
 from edged.core import Finish, FinishReason, Request
-from edged.engine import Link, Run, TextEngine
+from edged.engine import Link, Run, by_text
 from edged.engine.stream import Stream
 from edged.engine.writer import Writer
 from edged.errors import EngineBusy, EngineFault, RequestError, RowFault
@@ -296,4 +296,5 @@ class Scheduler:
 
 def unsuited(engine: Link, request: Request) -> str:
     """The parameter of a new request that the engine cannot do, "" if it can do all."""
-    return engine.unsuited(request, False) if isinstance(engine, TextEngine) else ""
+    other = by_text(engine)
+    return other.unsuited(request, False) if other is not None else ""

@@ -7,7 +7,7 @@ state changes at once, waiting happens in the returned `Run`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from edged.core import Health, Limits, Request, Step
 
@@ -78,3 +78,8 @@ class TextEngine(Protocol):
 
 
 Link = Engine | TextEngine  # of the chain
+
+
+def by_text(engine: Link) -> TextEngine | None:
+    """The engine if it is one by text. Asked for each waiting stream: isinstance would be slow."""
+    return cast(TextEngine, engine) if hasattr(engine, "run_text") else None

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from edged.core import Delta, EngineSpan, Finish, FinishReason, Request, Timings, Usage
-from edged.engine import Link, Run, TextEngine
+from edged.engine import Link, Run, TextEngine, by_text
 from edged.engine.writer import Writer
 from edged.errors import EdgedError, EngineMoved, RequestError, RowFault
 
@@ -76,9 +76,8 @@ class Stream:
         """The engine has not failed this stream and can do all that was asked."""
         if engine.name in self.left:
             return False
-        if not isinstance(engine, TextEngine):
-            return True
-        return not engine.unsuited(self.request, self.writer.begun)
+        other = by_text(engine)
+        return other is None or not other.unsuited(self.request, self.writer.begun)
 
     def run_on(self, engine: Link) -> Run:
         """From here on `engine` writes: by ids where it shares the request's tokenizer and all
@@ -106,8 +105,8 @@ class Stream:
         reason = self.moves.code if self.moves is not None else "first"
         self._close_span()
         at = self.writer.tokens
-        by_text = isinstance(engine, TextEngine) or not self.writer.by_ids
-        approximate = by_text and self.writer.begun
+        words = by_text(engine) is not None or not self.writer.by_ids
+        approximate = words and self.writer.begun
         self._spans.append(EngineSpan(engine.name, engine.model, at, at, reason, approximate))
 
     def put_back(self) -> bool:

@@ -141,9 +141,11 @@ class UpstreamRun:
         left_s = self._deadline_s - asyncio.get_running_loop().time()
         try:
             return await asyncio.wait_for(work, max(0.0, left_s))
+        except aiohttp.ClientError as error:  # first: its connect time-out is a TimeoutError too
+            raise EngineFault(_in_words(error, self._response is None)) from None
         except asyncio.TimeoutError:
             raise EngineFault(f"it did not send {self._waits_for} in time") from None
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise EngineFault(_in_words(error, self._response is None)) from None
 
 
