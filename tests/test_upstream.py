@@ -435,3 +435,41 @@ async def test_the_key_goes_to_the_server_and_nowhere_else(
     assert fake.headers
     shown = f"{logs} {dial!r} {engine.health()} {finish}"
     assert "s3cr3t" not in shown
+
+
+async def test_a_stream_taken_off_is_moved_once(text: TextModel, fake: FakeUpstream) -> None:
+    """Evicted in mid-answer it goes on elsewhere; its old reader does nothing more to it."""
+    for _ in range(8):
+        fake.script.append(say(size=1, pause_s=0.005))
+    async with fake_upstream() as spare, engine_on(fake) as engine, engine_on(spare) as second:
+        second.name = "spare"
+        scheduler = scheduler_on(text, engine, second)
+        streams = [scheduler.submit(asked(id=str(i))) for i in range(8)]
+        reading = asyncio.gather(*(read(s) for s in streams))
+        await asyncio.sleep(0.1)
+        scheduler.evict({"openai"}, EngineFault("too hot"))
+        results = await reading
+        assert engine.health().running == 0
+
+    assert {(shown, f.reason) for shown, f in results} == {(REFERENCE, "stop")}
+    assert all([s.name for s in f.engines] == ["openai", "spare"] for _, f in results)
+
+
+async def test_nothing_leaks_when_clients_come_and_go(text: TextModel, fake: FakeUpstream) -> None:
+    """A hundred streams left at any moment: no slot, task or connection stays behind."""
+    for number in range(100):
+        fake.script.append(say(size=1 + number % 7, pause_s=0.002 * (number % 3)))
+    async with engine_on(fake, max_concurrent=4) as engine:
+        scheduler = Scheduler((engine,), {"tiny": text}, Queue(200, 10**6, 10.0))
+        engine.on_change = scheduler.dispatch
+        streams = [scheduler.submit(asked(id=str(i))) for i in range(100)]
+        for number, stream in enumerate(streams):
+            if number % 3 == 0:
+                await asyncio.sleep(0.004)
+                await stream.aclose()
+        results = [await read(stream) for stream in streams]
+        await until(lambda: engine.capacity() == 4)
+        assert scheduler.load().running == scheduler.load().waiting == 0
+        await until(lambda: fake.busy == 0)
+    kept = [f.reason for number, (_, f) in enumerate(results) if number % 3]
+    assert set(kept) == {"stop"}

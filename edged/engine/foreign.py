@@ -6,6 +6,7 @@ the beginning of its own answer, and gives text back. The engine inside keeps it
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 from edged.core import Chat, Health, Request, Step
@@ -70,7 +71,7 @@ class ForeignRun:
         return self._in_text(await self._run.__anext__())
 
     async def _begin(self) -> Run:
-        """Raises RowFault when the model cannot take the words, StopAsyncIteration if closed."""
+        """Raises RowFault when the model cannot take the words."""
         request, text = self._request, self._engine.text
         if request.source is None:
             raise RowFault("the request brought ids of another tokenizer")
@@ -78,8 +79,8 @@ class ForeignRun:
             prompt, prefix = await continued(text, request.source, self._written)
         except RequestError as error:
             raise RowFault(f"model {text.name} cannot go on: {error.message}") from None
-        if self._closed:
-            raise StopAsyncIteration
+        if self._closed:  # whoever closes cancels the reader, too
+            raise asyncio.CancelledError
         self._engine.preparing.discard(self)
         room = self._engine.context_tokens - len(prompt) - len(prefix)
         if room < 1:

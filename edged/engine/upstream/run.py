@@ -65,10 +65,14 @@ class UpstreamRun:
         try:
             step = await self._next()
         except EdgedError as fault:
+            if self._over:
+                raise asyncio.CancelledError from None
             self._end(fault)
             raise
-        if self._over and not self.served:  # closed while it was on its way
-            raise StopAsyncIteration
+        if self._over and not self.served:
+            # Closed while it was on its way. Whoever closes cancels the reader, too, but wait_for
+            # may swallow that (Python < 3.12).
+            raise asyncio.CancelledError
         return step
 
     def close(self) -> None:
