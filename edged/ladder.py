@@ -42,6 +42,7 @@ class Rules:
     climb_max_s: float = 4 * HOUR_S
     trial_s: float = HOUR_S  # a rung that fails within it was climbed in vain
     off_max_s: float = 4 * HOUR_S
+    memory_settle_s: float = 3.0  # a worker that just ended may not have given back all
     memory_retry_s: float = 10.0  # how often an engine without memory looks for it
     pressure_pause_s: float = 30.0  # a step down needs that long to show in the averages
     probe_pause_s: float = 60.0
@@ -132,6 +133,7 @@ class State:
     probe_s: float = float("-inf")
     pressed_s: float = float("-inf")
     lost: int = 0
+    refusals: int = 0  # since it served or failed
 
     def next_climb_s(self, rules: Rules) -> float | None:
         """When the next rung up is tried at the earliest; None at the top or while down."""
@@ -147,7 +149,7 @@ def advance(rules: Rules, state: State, event: Event, now_s: float) -> tuple[Sta
     if isinstance(event, Refused):
         return _refused(rules, state)
     if isinstance(event, Serving):
-        return replace(state, serving_s=now_s, lost=0), NOTHING
+        return replace(state, serving_s=now_s, lost=0, refusals=0), NOTHING
     if state.serving_s is None:
         return state, NOTHING
     if isinstance(event, Pressed):
@@ -177,6 +179,7 @@ def _failed(rules: Rules, state: State, cause: Cause, now_s: float) -> tuple[Sta
         off_wait_s=0.0 if proven else state.off_wait_s,
         row_faults_s=(),
         lost=lost,
+        refusals=0,
     )
     wedged = cause == "wedged" or lost >= rules.lost_limit
     delay_s = _backoff_s(rules, len(state.deaths_s))
@@ -198,8 +201,11 @@ def _off(
 
 
 def _refused(rules: Rules, state: State) -> tuple[State, Action]:
-    """Nothing died: the next rung may fit at once; behind the last one memory is waited for."""
-    state = replace(state, serving_s=None)
+    """Nothing died: it is asked once more, then the next rung may fit at once; behind the last
+    one memory is waited for."""
+    state = replace(state, serving_s=None, refusals=state.refusals + 1)
+    if state.refusals == 1:
+        return state, Action("start", state.rung, rules.memory_settle_s, "admission")
     if state.rung + 1 < rules.rungs:
         state = _down(rules, state)
         return state, Action("start", state.rung, 0.0, "admission")

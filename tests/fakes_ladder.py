@@ -33,6 +33,7 @@ QUICK = Rules(
     backoff_max_s=0.2,
     climb_after_s=0.5,
     climb_max_s=60,
+    memory_settle_s=0.1,
     memory_retry_s=0.1,
     pressure_pause_s=0.2,
 )

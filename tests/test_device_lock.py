@@ -65,11 +65,17 @@ def held(path: Path, worker_s: float, daemon: str) -> Iterator[psutil.Process]:
             worker.kill()
 
 
+async def claimed(path: Path) -> int:
+    file = await DeviceLock(path).claim()
+    assert file is not None
+    return file
+
+
 async def test_a_free_device_is_claimed_at_once(tmp_path: Path) -> None:
     """Also when its last holder left a record behind."""
     with held(tmp_path / "npu.lock", 0.01, "ends") as worker:
         await until(lambda: not worker.is_running())
-        os.close(await asyncio.wait_for(DeviceLock(tmp_path / "npu.lock").claim(), 1))
+        os.close(await asyncio.wait_for(claimed(tmp_path / "npu.lock"), 1))
 
 
 async def test_an_orphan_is_killed_and_named(
@@ -78,7 +84,7 @@ async def test_an_orphan_is_killed_and_named(
     """A worker whose daemon is gone and that does not end by itself is ended, and the log says
     which one it was."""
     with held(tmp_path / "npu.lock", 60, "ends") as worker:
-        os.close(await DeviceLock(tmp_path / "npu.lock").claim())
+        os.close(await claimed(tmp_path / "npu.lock"))
         assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
         out = capsys.readouterr().out
         assert "orphan_worker_killed" in out
@@ -90,7 +96,7 @@ async def test_an_orphan_that_ends_by_itself_is_waited_for(
 ) -> None:
     """The kernel needs a moment to end the worker of a killed daemon; nobody is killed for it."""
     with held(tmp_path / "npu.lock", 1, "ends"):
-        os.close(await DeviceLock(tmp_path / "npu.lock").claim())
+        os.close(await claimed(tmp_path / "npu.lock"))
         assert "killed" not in capsys.readouterr().out
 
 
@@ -114,6 +120,12 @@ async def test_a_reused_process_id_is_not_killed(
         with pytest.raises(WorkerStuck, match="somebody unknown"):
             await DeviceLock(path).claim()
         assert worker.is_running()
+
+
+async def test_a_disk_that_takes_no_file_costs_the_lock_not_the_engine(tmp_path: Path) -> None:
+    """A full or read-only state folder is said in the log, and the device is used all the same."""
+    (tmp_path / "file").write_text("")
+    assert await DeviceLock(tmp_path / "file" / "npu.lock").claim() is None
 
 
 async def test_the_lock_lives_as_long_as_the_worker(tmp_path: Path) -> None:

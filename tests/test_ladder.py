@@ -233,11 +233,13 @@ def test_pressure_steps_down_once_and_waits_for_the_effect() -> None:
 
 
 def test_refused_memory_is_no_death() -> None:
-    """A launch that does not fit tries the next rung at once, and looks again every 10 s."""
+    """A launch that does not fit is asked for once more, for memory is given back with a delay;
+    then the next rung is tried at once, and behind the last one every 10 s."""
     world = World()
-    actions = [world.tell(Refused()) for _ in range(5)]
-    assert [(a.kind, a.rung) for a in actions] == [("start", 1), ("start", 2)] + [("off", 2)] * 3
-    assert [a.delay_s for a in actions] == [0.0, 0.0] + [RULES.memory_retry_s] * 3
+    actions = [world.tell(Refused()) for _ in range(6)]
+    starts = [("start", 0), ("start", 1), ("start", 2)]
+    assert [(a.kind, a.rung) for a in actions] == starts + [("off", 2)] * 3
+    assert [a.delay_s for a in actions] == [3.0, 0.0, 0.0] + [RULES.memory_retry_s] * 3
     assert world.state.deaths_s == ()
 
 

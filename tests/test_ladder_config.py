@@ -116,3 +116,11 @@ def test_the_cpu_engine_leaves_a_core_to_the_npus_host_side(tmp_path: Path) -> N
     engines["npu"].keeper.state = "ready"
     assert engines["cpu"].keeper.means.threads() == 0
     assert engines["cpu"].keeper.rung.launch.threads == 3
+
+
+def test_the_last_engine_of_the_chain_is_never_off_for_long(tmp_path: Path) -> None:
+    """The NPU may rest for hours behind a CPU engine that serves; nobody serves for the last."""
+    engines = chain(tmp_path, 9000)
+    assert engines["npu"].keeper.rules.off_max_s == 14_400
+    assert engines["cpu"].keeper.rules.off_max_s == 300
+    assert chain(tmp_path, 9000, "engines.fallback=off")["npu"].keeper.rules.off_max_s == 300

@@ -117,8 +117,8 @@ async def test_without_memory_it_is_off_with_the_sum_and_starts_when_there_is_so
     """No rung fits: off, with the whole sum in words; memory that comes back is noticed."""
     board = Board(available_mib=700)
     async with running(board):
-        await until(lambda: board.npu.health().detail.startswith("not enough"))
-        assert board.npu.health().state == "off"
+        await until(lambda: board.npu.health().detail.startswith("not enough memory for 2 slots"))
+        await until(lambda: board.npu.health().state == "off")
         assert board.npu.health().detail.startswith(
             "not enough memory for 2 slots: weights 400 + slots 0 + loading 0 + spare 512 = 912 "
             "MiB, 700 MiB are available"

@@ -48,8 +48,9 @@ class DeviceLock:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    async def claim(self) -> int:
-        """The locked file, to be inherited by the worker and closed here once it has begun.
+    async def claim(self) -> int | None:
+        """The locked file, to be inherited by the worker and closed here once it has begun; None
+        where no file can be made: then there is no lock, which is better than no engine.
 
         Raises EngineFault when another daemon's worker holds it, WorkerStuck when an orphan
         cannot be ended.
@@ -58,7 +59,8 @@ class DeviceLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise EngineFault(f"cannot open {self._path}: {error.strerror}") from None
+            log.warning("no_device_lock", path=str(self._path), why=error.strerror)
+            return None
         try:
             if not _lock(file):
                 await self._wait_for_holder(file)

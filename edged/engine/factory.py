@@ -53,7 +53,9 @@ def make_engines(
             gate = Gate(name, admission, device_free_bytes)
         elif not config.cpu.threads:
             means = Means(memory=memory, threads=functools.partial(_cpu_threads, made))
-        made[name] = WorkerEngine(name, named, rungs, _rules(config, len(rungs)), means, gate)
+        last = name == config.engines.chain[-1]
+        rules = _rules(config, len(rungs), last)
+        made[name] = WorkerEngine(name, named, rungs, rules, means, gate)
     if (why := _waits(config, made, memory)) and "cpu" in made:
         made["cpu"].keeper.park(why)
     return tuple(made.values())
@@ -117,7 +119,8 @@ def _rung(launch: wire.Launch, of: str) -> Rung:
     return Rung(words, launch, sums)
 
 
-def _rules(config: Config, rungs: int) -> Rules:
+def _rules(config: Config, rungs: int, last: bool) -> Rules:
+    """last: of the chain; nobody serves while it is off, so it tries as often as it may."""
     engines, recover = config.engines, config.recover
     return Rules(
         rungs=rungs,
@@ -127,7 +130,7 @@ def _rules(config: Config, rungs: int) -> Rules:
         backoff_max_s=engines.restart_backoff_max_s,
         climb_after_s=recover.climb_after_s,
         climb_max_s=max(recover.climb_after_s, recover.climb_max_s),
-        off_max_s=recover.off_max_s,
+        off_max_s=engines.restart_window_s if last else recover.off_max_s,
     )
 
 

@@ -67,7 +67,7 @@ class Keeper:
         self.starts = 0
         self.parked = False
         self.ladder = ladder.State()
-        self.means, self.gate, self._rules, self._owner = means, gate, rules, owner
+        self.means, self.gate, self.rules, self._owner = means, gate, rules, owner
         self._hears = Hears(owner.on_report, self._on_ready, self._on_tested, self._on_end)
         self._first: asyncio.Future[None] | None = None  # what start() waits for
         self._nudge = asyncio.Event()
@@ -95,7 +95,7 @@ class Keeper:
 
     @property
     def next_climb_s(self) -> float | None:
-        return self.ladder.next_climb_s(self._rules)
+        return self.ladder.next_climb_s(self.rules)
 
     # --- commands --------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class Keeper:
         """Something happened; the ladder says what follows, `why` says it to people."""
         now_s = asyncio.get_running_loop().time()
         before = self.ladder.rung
-        self.ladder, action = ladder.advance(self._rules, self.ladder, event, now_s)
+        self.ladder, action = ladder.advance(self.rules, self.ladder, event, now_s)
         if action.kind == "none":
             return
         words = f"{action.reason}: {why}" if why else action.reason

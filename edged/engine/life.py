@@ -104,10 +104,10 @@ class Life:
 
     async def _exec(self) -> None:
         lock = self._means.lock
-        if lock is None:
+        file = None if lock is None else await lock.claim()
+        if lock is None or file is None:
             await self._child.start(self._name)
             return
-        file = await lock.claim()
         try:
             await self._child.start(self._name, (file,))
             lock.record(file, self._child.pid or 0)
