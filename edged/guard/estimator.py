@@ -122,6 +122,7 @@ _GAIN_WALK = 0.0005  # of the prior's width, per square-root second
 _INPUT_NOISE_C2 = 0.02  # °C^2 per second: what is known of the input is rough
 _JUMP = 3.5  # standard deviations of surprise that mean something has changed ...
 _JUMP_LEAST_C = 0.8  # ... and at least this plus most of a sensor step
+_FIT_PART, _FIT_LEAD = 0.01, 0.05  # memory of a fit; how much better another one must be
 _CALM_S = 20.0  # after which an input counts as steady
 _STIR_C = 1.5  # change of input, in °C of rise, that teaches something about the gains
 _SLOW_S = 60.0  # mean input is taken over this
@@ -151,7 +152,7 @@ class HeatFilter:
     means: Vector
     spread: Matrix
     misfit: float = 1.0  # moving mean of squared surprises in units of what was expected
-    fit: float = 1.0  # the same while the input moved: how well this time constant does
+    fit: float = 0.0  # minus log likelihood, moving mean while the input moved
     span_s: float = 1.0  # of the last prediction
 
     @property
@@ -198,7 +199,9 @@ class HeatFilter:
         total = p[0][0] + noise
         square = min(surprise * surprise / total, 50.0)
         misfit = self.misfit + 0.02 * (square - self.misfit)
-        fit = self.fit + 0.02 * (square - self.fit) if stirred else self.fit
+        fit = self.fit
+        if stirred:
+            fit += _FIT_PART * (square + math.log(total) - fit)
         if abs(surprise) > max(_JUMP * math.sqrt(total), _JUMP_LEAST_C + 2.0 * math.sqrt(noise)):
             return replace(self._jumped(surprise), misfit=misfit)
         gains = [p[i][0] / total for i in range(4)]
@@ -282,7 +285,7 @@ class HeatModel:
         filters = tuple(f.corrected(reading_c, noise, stirred) for f in self.filters)
         fits = [f.fit for f in filters]
         leader = min(range(len(fits)), key=fits.__getitem__)
-        best = leader if fits[leader] < 0.8 * fits[self.best] else self.best
+        best = leader if fits[leader] < fits[self.best] - _FIT_LEAD else self.best
         return replace(self, filters=filters, best=best)
 
     def stirred(self) -> HeatModel:

@@ -10,14 +10,16 @@ from edged.guard.model_state import ModelState, clock_ratio, heat_input
 from edged.guard.policy import DUTY_FLOOR, Levers, Seen, Settings
 
 _MARGIN_MOST_C = 1.5
-_OVER_STEP_C, _UNDER_STEP_C = 0.02, 0.0001  # margin's walk: over the limit 0.5 % of the time
+_OVER_STEP_C, _UNDER_STEP_C = 0.03, 0.0001  # margin's walk: over the limit 0.3 % of the time
 _MIX_PART = 0.01  # weight of one decode step in the mean of prompt tokens per decode step
 _MISFIT_MOST = 12.0  # squared surprise, in expected ones, at which the model explains nothing
 _FALLBACK_S = 120.0
 _CPU_SHIFT_C = 8.0  # what a busy CPU engine adds until it has been learned
 _STUCK_C = 3.0  # plus a sensor step: a reading that did not follow by so much is stuck
 _MATURE = 60  # busy observations before the model may call a sensor stuck
+_SWING_FREE_C = 0.25  # half a swing up to this stays below the limit, more of it may rise above
 _VISIT_S = 30.0  # a clock kept for so long is known
+_PERIOD_MOST_S = 2.0  # between two decode steps
 _SETTLE_S = 2.5  # after a clock change what is measured belongs to both clocks
 _UNSETTLED_C2 = 1.0  # so a reading then says little (variance, °C^2)
 
@@ -72,11 +74,13 @@ def learned_heat(
     else:
         cpu_ratio = state.cpu_ratio
     noise = state.quantum_c**2 / 12 + (0.0025 if _settled(state, seen) else _UNSETTLED_C2)
+    swing_c = _swing_c(state, seen, dt_s)
+    noise += swing_c * swing_c / 12
     if state.settled_s == seen.now_s:
         heat = heat.stirred()
     warmed = heat_input(levers, state, seen)
     heat = heat.predicted(dt_s, warmed).corrected(temperature_c, noise)
-    over = temperature_c > settings.limit_c
+    over = temperature_c > settings.limit_c + max(0.0, swing_c / 2 - _SWING_FREE_C)
     margin_c = state.margin_c + (_OVER_STEP_C if over else -_UNDER_STEP_C) * dt_s
     fallback_s = state.fallback_s
     if heat.now.misfit > _MISFIT_MOST:
@@ -88,10 +92,18 @@ def learned_heat(
         seen_s=seen.now_s,
         good_s=seen.now_s,
         cpu_ratio=cpu_ratio,
+        swing_c=swing_c,
         fullness=_fullness(levers, state, seen, warmed),
         margin_c=min(max(margin_c, 0.0), _MARGIN_MOST_C),
         fallback_s=fallback_s,
     )
+
+
+def _swing_c(state: ModelState, seen: Seen, dt_s: float) -> float:
+    """°C from the end of a pause to the end of a step; a reading may fall anywhere between."""
+    assert state.heat is not None
+    period_s = min(dt_s, _PERIOD_MOST_S) / max(1, seen.npu.decode_steps)
+    return state.full_c * state.duty * (1 - state.duty) * period_s / state.heat.now.tau_s
 
 
 def _fullness(levers: Levers, state: ModelState, seen: Seen, heat: HeatInput) -> float:

@@ -39,6 +39,7 @@ class ModelState:
     demand: float = 0.0  # decaying peak
     margin_c: float = 0.0  # on top of the least one
     quantum_c: float = 1.0
+    swing_c: float = 0.0  # from the end of a pause to the end of a step
     x: float = 0.0  # highest gear / clock at the last reading; 0 = none yet
     settled_s: float = 0.0  # when the clock was last seen to change
     visited_s: Mapping[int, float] = field(default_factory=dict)  # gear -> when it was last in use

@@ -73,10 +73,11 @@ def _trimmed(
     goal_c = target_c(settings, state)
     headroom_c = goal_c - state.heat.now.offset_c
     error_c = state.heat.now.temperature_c - goal_c
-    headroom_c -= (_BRAKE if error_c > 0 else _PUSH) * error_c
+    over_c = max(0.0, error_c - state.swing_c / 2)
+    headroom_c -= _BRAKE * over_c + _PUSH * (error_c - over_c)
     full_c = rise_c(levers, state, gear_mhz(levers, state), state.batch)
     aim = min(1.0, max(DUTY_FLOOR, headroom_c / full_c))
-    duty = _smoothed(state.duty, aim, error_c > _WARM_C + _WARM_STEPS * state.quantum_c)
+    duty = _smoothed(state.duty, aim, over_c > _WARM_C + _WARM_STEPS * state.quantum_c)
     state = replace(state, full_c=full_c)
     if temperature_c > settings.limit_c + settings.urgent_c or state.hopeless:
         duty = DUTY_FLOOR
