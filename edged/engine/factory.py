@@ -125,6 +125,7 @@ def _rules(config: Config, rungs: int, last: bool) -> Rules:
     return Rules(
         rungs=rungs,
         budget=engines.restart_budget,
+        hour_budget=max(12, 2 * engines.restart_budget),
         window_s=engines.restart_window_s,
         backoff_s=engines.restart_backoff_s,
         backoff_max_s=engines.restart_backoff_max_s,
