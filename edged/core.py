@@ -104,11 +104,12 @@ class TokenLogprob:
     """Natural-log probability of one drawn token and of its most likely rivals.
 
     top: (token id, logprob), most likely first; taken before temperature and penalties.
+    An engine whose ids mean nothing here tells a token's bytes in place of its id.
     """
 
-    token_id: int
+    token_id: int | bytes
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[int | bytes, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,18 @@ from fakes_text import write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edged.core import Chat, ChatMessage, Delta, Finish, Health, Prompt, Request, Sampling, Step
+from edged.core import (
+    Chat,
+    ChatMessage,
+    Delta,
+    Finish,
+    Health,
+    Prompt,
+    Request,
+    Sampling,
+    Step,
+    TokenLogprob,
+)
 from edged.engine.foreign import ForeignEngine
 from edged.engine.writer import Writer
 from edged.errors import EngineBusy, EngineFault, RequestError, RowFault
@@ -378,3 +389,34 @@ def test_a_character_begun_by_ids_is_drawn_anew_by_text(text: TextModel) -> None
 
     assert "".join(d.text for d in shown if d) == "a🙂b"
     assert (writer.tokens, writer.finish) == (5, "stop")
+
+
+def test_log_probabilities_of_text_wait_with_their_text(text: TextModel) -> None:
+    """Held back with a partly matched stop string, shown with what is shown, by their bytes."""
+    tokens = ["a", "<", "/s", "b"]
+    told = {t: TokenLogprob(t.encode(), -1.0) for t in tokens}
+    writer = Writer(asked(("</x>",)), text)
+    shown = [writer.feed(Step(text=t, logprobs=(told[t],))) for t in tokens]
+
+    assert [(d.text, d.logprobs) for d in shown if d] == [
+        ("a", (told["a"],)),
+        ("</s", (told["<"], told["/s"])),
+        ("b", (told["b"],)),
+    ]
+
+
+async def test_the_other_models_log_probabilities_are_told_by_bytes(other: TextModel) -> None:
+    """Its ids would name other words here."""
+    inner = Inner(other, "ab")
+    ids = other.text_ids("ab")
+    engine = ForeignEngine(inner, other, 4096)  # type: ignore[arg-type]
+    run = engine.run_text(asked(), "")
+    told = TokenLogprob(ids[0], -0.5, ((ids[0], -0.5), (2, -3.0)))
+    inner.run = lambda request, prefix: ScriptRun(  # type: ignore[method-assign]
+        [Step((ids[0],), (told,), finish="length")], None
+    )
+    step = await run.__anext__()
+    first = other.token_bytes(ids[0])
+    assert step.logprobs == (
+        TokenLogprob(first, -0.5, ((first, -0.5), (other.token_bytes(2), -3.0))),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import pytest_asyncio
 from fakes_http import Site, serving
 
-from edged.core import Chat, Prompt
+from edged.core import Chat, Prompt, TokenLogprob
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
 OPEN = {"add_generation_prompt": False, "continue_final_message": True}
@@ -93,3 +94,26 @@ async def test_the_words_are_kept_unless_the_client_sent_ids(site: Site) -> None
     assert first == Prompt("x")
     assert second is None
     assert isinstance(third, Chat) and third.tools == () and third.messages[0].content == "hi"
+
+
+async def test_tokens_of_other_vocabularies_are_shown_by_their_bytes(site: Site) -> None:
+    """Log probabilities from an engine by text read like our own."""
+    site.scheduler.answer = None
+    told = (TokenLogprob("é".encode()[:1], -0.5, ((b"x", -1.0),)), TokenLogprob(b"y", -0.1))
+    for path, body in (
+        ("/v1/chat/completions", {"messages": TALK[:1], "logprobs": True, "top_logprobs": 1}),
+        ("/v1/completions", {"prompt": "x", "logprobs": 1}),
+    ):
+        asking = asyncio.ensure_future(post(site, path, **body))
+        stream = await site.scheduler.next()
+        stream.say("?y", told)
+        stream.end()
+        _, answer = await asking
+        found = answer["choices"][0]["logprobs"]
+        if "content" in found:
+            first, second = found["content"]
+            assert (first["bytes"], second["token"]) == ([0xC3], "y")
+            assert first["top_logprobs"][0]["token"] == "x"
+        else:
+            assert found["tokens"] == ["\ufffd", "y"]
+            assert found["top_logprobs"][0] == {"x": -1.0}

@@ -330,6 +330,18 @@ def _found(why: str, line: str) -> bool:
     return re.search(why, line) is not None
 
 
+async def test_log_probabilities_that_do_not_come_are_no_silent_loss(
+    text: TextModel, fake: FakeUpstream
+) -> None:
+    """A server that ignores the wish does not serve it: the stream fails or moves on."""
+    async with engine_on(fake) as engine:
+        stream = scheduler_on(text, engine).submit(asked(sampling=Sampling(logprobs=1)))
+        shown, finish = await read(stream)
+        assert (shown, finish.error_code) == ("", "row_fault")
+        assert "no log probabilities" in (finish.error_message or "")
+        assert engine.health().state == "ready"
+
+
 async def test_a_failing_server_is_not_asked_again_at_once(
     text: TextModel, fake: FakeUpstream
 ) -> None:

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edged import config
-from edged.core import Chat, ChatMessage, Prompt, Request, Sampling
+from edged.core import Chat, ChatMessage, Prompt, Request, Sampling, TokenLogprob
 from edged.engine.upstream.asking import Seam, ask, unsuited
 from edged.engine.upstream.dial import dial_of
 from edged.engine.upstream.events import Characters, Events, piece
+from edged.engine.upstream.logprobs import after
 from edged.engine.upstream.refusal import Busy, fault_of, retry_after_s
 from edged.errors import ConfigError, EngineFault, RowFault
 from edged.settings import Upstream
@@ -62,7 +63,7 @@ def asked(
         ("llama.cpp", asked(Chat((USER, BEGUN))), False, "messages"),
         ("llama.cpp", asked(OPEN), False, ""),
         ("edged", asked(None), False, "prompt"),
-        ("edged", asked(logprobs=0), False, "logprobs"),
+        ("openai", asked(logprobs=3), False, ""),
         ("edged", asked(Chat((USER,), tools=({},))), False, "tools"),
     ],
 )
@@ -218,6 +219,73 @@ def test_surrogates_in_two_halves_are_whole_characters(text: str, cuts: set[int]
     edges = [0, *sorted(2 * c for c in cuts if 2 * c < len(units)), len(units)]
     halves = [units[a:b].decode("utf-16-le", "surrogatepass") for a, b in pairwise(edges)]
     assert "".join(map(whole.push, halves)) == text
+
+
+def test_log_probabilities_of_both_apis_become_ours() -> None:
+    """Tokens by their bytes, so that half a character stays half a character."""
+    half, other = {"token": "?", "bytes": [0xF0, 0x9F], "logprob": -0.5}, {"token": "a"}
+    told = {"content": [{**half, "top_logprobs": [half, {**other, "logprob": -1}]}]}
+    delta = {"choices": [{"delta": {"content": "x"}, "logprobs": told}]}
+    (chat,) = piece(json.dumps(delta)).logprobs
+    assert chat == TokenLogprob(b"\xf0\x9f", -0.5, ((b"\xf0\x9f", -0.5), (b"a", -1.0)))
+
+    told = {
+        "tokens": ["é", "b"],
+        "token_logprobs": [-0.1, None],
+        "top_logprobs": [{"é": -0.1}, None],
+    }
+    both = piece(json.dumps({"choices": [{"text": "éb", "logprobs": told}]})).logprobs
+    assert both == (
+        TokenLogprob("é".encode(), -0.1, (("é".encode(), -0.1),)),
+        TokenLogprob(b"b", -9999.0, ()),
+    )
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"content": [{"token": "a", "logprob": float("-inf"), "bytes": [999]}]},
+        {"content": [{"token": "a", "logprob": float("nan")}]},
+        {"tokens": ["a"], "token_logprobs": []},
+        {"tokens": ["a"]},
+    ],
+)
+def test_odd_log_probabilities_are_still_numbers(told: Any) -> None:
+    """What is not told or no number is OpenAI's word for impossible; bytes out of range count as
+    not told."""
+    event = json.dumps({"choices": [{"text": "a", "logprobs": told}]})
+    assert piece(event).logprobs == (TokenLogprob(b"a", -9999.0, ()),)
+
+
+def test_rivals_are_bounded() -> None:
+    """No server fills our memory with them."""
+    top = [{"token": str(n), "logprob": -1.0} for n in range(500)]
+    told = {"content": [{"token": "a", "logprob": -1.0, "top_logprobs": top}]}
+    event = json.dumps({"choices": [{"text": "a", "logprobs": told}]})
+    assert len(piece(event).logprobs[0].top) == 20
+
+
+def test_log_probabilities_of_dropped_blanks_are_dropped() -> None:
+    """A token that is blanks only goes with them; one that is more stays."""
+    tokens = [TokenLogprob(t, -1.0) for t in (b"\n", b" ", b" a", b"b")]
+    assert after(tokens, 0) == tuple(tokens)
+    assert after(tokens, 2) == tuple(tokens[2:])
+    assert after(tokens, 3) == tuple(tokens[2:])
+    assert after(tokens, 99) == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rivals", "sent"),
+    [("openai", 0, 0), ("vllm", 2, 2), ("llama.cpp", 0, 1), ("llama.cpp", 4, 4)],
+)
+def test_log_probabilities_are_asked_for(kind: str, rivals: int, sent: int) -> None:
+    """In the words of each API; llama.cpp tells none when asked for no rivals."""
+    chat = ask(asked(logprobs=rivals), "", kind, "m")
+    raw = ask(asked(Prompt("x"), logprobs=rivals), "", kind, "m")
+    assert (chat.body["logprobs"], chat.body["top_logprobs"]) == (True, sent)
+    assert raw.body["logprobs"] == sent
+    assert chat.rivals == raw.rivals == rivals
+    assert "logprobs" not in ask(asked(), "", kind, "m").body
 
 
 # --- refusals --------------------------------------------------------------------------------

@@ -120,6 +120,25 @@ async def test_llama_cpp_goes_on_where_a_text_was_cut(llama: str, source: Chat |
             assert rest and whole.startswith(whole[:at] + rest), (whole, at, rest)
 
 
+@pytest.mark.parametrize("source", [GRASS_CHAT, Prompt("The sky is")], ids=["chat", "prompt"])
+@pytest.mark.parametrize("rivals", [0, 3])
+async def test_llama_cpp_tells_log_probabilities(
+    llama: str, source: Chat | Prompt, rivals: int
+) -> None:
+    """One per token, by its bytes; greedy draws the likeliest."""
+    async with started(llama) as engine:
+        wish = Sampling(temperature=0.0, logprobs=rivals)
+        steps = [s async for s in engine.run_text(asked(source, 8, wish), "")]
+    found = [one for step in steps for one in step.logprobs]
+    text = "".join(step.text or "" for step in steps)
+    assert len(found) == 8
+    assert b"".join(one.token_id for one in found).decode() == text  # type: ignore[misc]
+    for one in found:
+        assert -20 < one.logprob <= 0
+        assert [token for token, _ in one.top][:1] == [one.token_id][:rivals]
+        assert len(one.top) == rivals
+
+
 async def test_a_seed_gives_the_same_words_again(llama: str) -> None:
     """Sampling parameters reach the server."""
     async with started(llama) as engine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
-from edged.core import Chat, Health, Request, Step
+from edged.core import Chat, Health, Request, Step, TokenLogprob
 from edged.engine import Engine, Run
 from edged.errors import EngineBusy, EngineFault, RequestError, RowFault
 from edged.text.continuation import continued
@@ -36,8 +36,6 @@ class ForeignEngine:
     def unsuited(self, request: Request, begun: bool) -> str:
         if request.source is None:
             return "prompt"  # ids of another vocabulary
-        if request.sampling.logprobs is not None:
-            return "logprobs"  # told by ids
         return "messages" if isinstance(request.source, Chat) and self.text.chat_problem else ""
 
     def run_text(self, request: Request, written: str) -> Run:
@@ -98,11 +96,21 @@ class ForeignRun:
         if step.finish is not None:
             text += self._detokenizer.flush()
         return Step(
+            logprobs=tuple(map(self._by_bytes, step.logprobs)),
             text=text,
             tokens=self._tokens,
             finish=step.finish,
             cached_tokens=step.cached_tokens,
         )
+
+    def _by_bytes(self, one: TokenLogprob) -> TokenLogprob:
+        """The same with its tokens' bytes in place of ids that mean something here only."""
+
+        def plain(token: int | bytes) -> bytes:
+            return token if isinstance(token, bytes) else self._engine.text.token_bytes(token)
+
+        top = tuple((plain(token), logprob) for token, logprob in one.top)
+        return TokenLogprob(plain(one.token_id), one.logprob, top)
 
     def close(self) -> None:
         self._closed = True

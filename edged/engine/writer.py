@@ -6,6 +6,7 @@ never waits and never talks to an engine; whoever feeds it acts on the finish it
 
 from __future__ import annotations
 
+import codecs
 from typing import Literal
 
 from edged.core import Delta, Request, Step, TokenLogprob
@@ -37,6 +38,7 @@ class Writer:
         self._before = 0  # tokens before the engine that writes now
         self._told = 0  # tokens that are sure
         self._uncounted: list[str] = []  # what was written since without a count
+        self._foreign_text = codecs.getincrementaldecoder("utf-8")("replace")
         # Logprobs wait with their text, which may turn out to be part of a stop string.
         self._held: list[tuple[TokenLogprob, int]] = []  # (logprob, characters of its token)
         self._credit = 0  # characters shown whose tokens' logprobs are not
@@ -67,6 +69,7 @@ class Writer:
             self.tokens = self._told + self._count("".join(self._uncounted))
             self._uncounted = []
         self._before = self._told = self.tokens
+        self._foreign_text.reset()
 
     def _count(self, text: str) -> int:
         part = text[:_COUNTED_CHARS]
@@ -116,9 +119,14 @@ class Writer:
         elif piece:
             self.tokens += 1  # until it is told or counted
             self._uncounted.append(piece)
+        for logprob in step.logprobs:
+            token = logprob.token_id if isinstance(logprob.token_id, bytes) else b""
+            self._held.append((logprob, len(self._foreign_text.decode(token))))
         text = self._checked(piece)
         if self.finish is None and step.finish is not None:
             text += self._end(step.finish)
+        if not self._has_stops:  # nothing is held back, whatever a server counts among its tokens
+            self._credit = sum(chars for _, chars in self._held)
         logprobs = self._released(len(text))
         return Delta(text, (), tuple(logprobs)) if text or logprobs else None
 

@@ -6,6 +6,7 @@ rules that servers switch on by themselves are sent in their neutral form.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,13 @@ _CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
 @dataclass(frozen=True)
 class Ask:
     """One POST: path below the base URL and JSON body. blanks: at the end of what is written;
-    they are left out of the body, so the answer may begin with them again."""
+    they are left out of the body, so the answer may begin with them again. rivals: of each
+    token, wanted with its log probability; None = no log probabilities."""
 
     path: str
     body: dict[str, Any]
     blanks: str = ""
+    rivals: int | None = None
 
 
 def unsuited(request: Request, begun: bool, kind: str) -> str:
@@ -36,8 +39,6 @@ def unsuited(request: Request, begun: bool, kind: str) -> str:
     source, sampling = request.source, request.sampling
     if source is None:
         return "prompt"  # token ids mean nothing there
-    if sampling.logprobs is not None:
-        return "logprobs"
     plain = kind == "openai"
     if plain and (name := _beyond_openai(sampling)):
         return name
@@ -69,11 +70,17 @@ def ask(request: Request, written: str, kind: str, model: str) -> Ask:
     """written: the answer so far. request.max_tokens: what is left of it."""
     source = request.source
     body = _common(request, written, kind) | {"model": model}
+    wanted = request.sampling.logprobs
+    if wanted is not None:
+        # llama.cpp takes 0 rivals for no log probabilities at all.
+        rivals = max(1, wanted) if kind == "llama.cpp" else wanted
+        chat = {"logprobs": True, "top_logprobs": rivals}
+        body |= chat if isinstance(source, Chat) else {"logprobs": rivals}
     if isinstance(source, Chat):
-        return _chat(source, body, written, kind)
+        return dataclasses.replace(_chat(source, body, written, kind), rivals=wanted)
     given = source.text if source is not None else ""
     sent = written.rstrip()
-    return Ask("/completions", body | {"prompt": given + sent}, written[len(sent) :])
+    return Ask("/completions", body | {"prompt": given + sent}, written[len(sent) :], wanted)
 
 
 def _chat(source: Chat, body: dict[str, Any], written: str, kind: str) -> Ask:

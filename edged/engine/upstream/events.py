@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from edged.core import TokenLogprob
+from edged.engine.upstream.logprobs import Logprobs, token_logprobs
 from edged.errors import EngineFault
 
 MAX_EVENT_BYTES = 1 << 20
@@ -54,11 +56,13 @@ class Events:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one event says. finish: OpenAI's word. tokens: drawn so far, where it tells."""
+    """What one event says. finish: OpenAI's word. tokens: drawn so far, where it tells.
+    logprobs: of the tokens of this text, by their bytes."""
 
     text: str = ""
     finish: str | None = None
     tokens: int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class _Delta(msgspec.Struct, frozen=True):
@@ -70,6 +74,7 @@ class _Choice(msgspec.Struct, frozen=True):
     delta: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
+    logprobs: Logprobs | None = None
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -96,7 +101,8 @@ def piece(event: str) -> Piece:
     for choice in chunk.choices or ():
         if choice.index == 0:
             text = choice.text if choice.delta is None else choice.delta.content
-            return Piece(text or "", choice.finish_reason, tokens)
+            logprobs = token_logprobs(choice.logprobs) if choice.logprobs else ()
+            return Piece(text or "", choice.finish_reason, tokens, logprobs)
     return Piece(tokens=tokens)
 
 

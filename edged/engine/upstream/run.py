@@ -6,15 +6,17 @@ Closing the connection is the cancellation. Every way it can fail is a fault wit
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal, TypeVar
 
 import aiohttp
 
-from edged.core import Step
+from edged.core import Step, TokenLogprob
 from edged.engine.upstream.asking import Ask, Seam
 from edged.engine.upstream.client import Client
 from edged.engine.upstream.events import DONE, Characters, Events, piece
+from edged.engine.upstream.logprobs import after
 from edged.errors import EdgedError, EngineFault, RowFault
 
 T = TypeVar("T")
@@ -50,6 +52,8 @@ class UpstreamRun:
         self._seam = Seam(ask.blanks)
         self._room_chars = _MOST_CHARS_PER_TOKEN * ask.body["max_tokens"]
         self._text = ""  # not taken yet
+        self._logprobs: tuple[TokenLogprob, ...] = ()  # of that text
+        self._first = True  # no text has come yet
         self._tokens: int | None = None
         self._finish: Literal["stop", "length"] | None = None
         self._done = False  # nothing more is to be read
@@ -93,12 +97,13 @@ class UpstreamRun:
             self._response = await self._timed(self._client.post(self._ask))
         while not self._done and not self._text:
             await self._read()
-        text, self._text = self._text, ""
+        step = Step(text=self._text, tokens=self._tokens, logprobs=self._logprobs)
+        self._text, self._logprobs = "", ()
         if not self._done:
-            return Step(text=text, tokens=self._tokens)
+            return step
         self.served = True
         self._end(None)
-        return Step(text=text, tokens=self._tokens, finish=self._finish)
+        return dataclasses.replace(step, finish=self._finish)
 
     async def _read(self) -> None:
         """One read from the connection and what it says."""
@@ -126,10 +131,19 @@ class UpstreamRun:
             return
         news = piece(event)
         loop = asyncio.get_running_loop()
-        text = self._seam.push(self._characters.push(news.text))
+        whole = self._characters.push(news.text)
+        text = self._seam.push(whole)
         if self._finish is None and text:
+            if self._ask.rivals is not None and not news.logprobs and self._first:
+                raise RowFault("it sends no log probabilities")
+            self._first = False
             self._room_chars -= len(text)
             self._text += text
+            fresh = after(news.logprobs, len(whole) - len(text))
+            self._logprobs += tuple(
+                TokenLogprob(one.token_id, one.logprob, one.top[: self._ask.rivals])
+                for one in fresh
+            )
         if news.text:
             self._deadline_s = loop.time() + self._client.settings.idle_timeout_s
             self._waits_for = "the next token"

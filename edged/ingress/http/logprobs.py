@@ -33,11 +33,12 @@ class ChatLogprobs:
         ]
         return {"content": content, "refusal": None}
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token_id: int | bytes, logprob: float) -> dict[str, Any]:
+        data = _bytes(self._text, token_id)
         return {
-            "token": self._text.token_text(token_id),
+            "token": data.decode("utf-8", "replace"),
             "logprob": max(FLOOR, logprob),
-            "bytes": list(self._text.token_bytes(token_id)),
+            "bytes": list(data),
         }
 
 
@@ -56,9 +57,9 @@ class TextLogprobs:
         for one in logprobs:
             offsets.append(self._offset)
             # A token that ends in mid-character: the character counts with its last token.
-            self._offset += len(self._decoder.decode(self._text.token_bytes(one.token_id)))
+            self._offset += len(self._decoder.decode(_bytes(self._text, one.token_id)))
         return {
-            "tokens": [self._text.token_text(one.token_id) for one in logprobs],
+            "tokens": [_shown(self._text, one.token_id) for one in logprobs],
             "token_logprobs": [max(FLOOR, one.logprob) for one in logprobs],
             "top_logprobs": [self._rivals(one) for one in logprobs],
             "text_offset": offsets,
@@ -70,5 +71,13 @@ class TextLogprobs:
             return None
         shown: dict[str, float] = {}
         for token_id, logprob in one.top:
-            shown.setdefault(self._text.token_text(token_id), max(FLOOR, logprob))
+            shown.setdefault(_shown(self._text, token_id), max(FLOOR, logprob))
         return shown
+
+
+def _bytes(text: TextModel, token_id: int | bytes) -> bytes:
+    return token_id if isinstance(token_id, bytes) else text.token_bytes(token_id)
+
+
+def _shown(text: TextModel, token_id: int | bytes) -> str:
+    return _bytes(text, token_id).decode("utf-8", "replace")
