@@ -116,6 +116,11 @@ class Memory:
         """Processes the kernel has killed for memory since boot."""
         return self._number("vmstat", "oom_kill")
 
+    def resident_bytes(self, pid: int) -> int | None:
+        """What a process has of it; a device's memory is not in that count."""
+        kib = self._number(f"{pid}/status", "VmRSS:")
+        return None if kib is None else kib * 1024
+
     def pressure(self) -> Pressure | None:
         """None where the kernel does not count it (CONFIG_PSI)."""
         found = {}
@@ -134,9 +139,10 @@ class Memory:
 
     def _lines(self, file: str) -> list[str]:
         try:
-            return (self._proc / file).read_text(encoding="ascii").splitlines()
+            text = (self._proc / file).read_text(encoding="ascii", errors="replace")
         except OSError:
             return []
+        return text.splitlines()
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,10 @@ from edged.engine import device_lock
 from edged.engine.device_lock import DeviceLock, WorkerStuck
 from edged.engine.keeper import Rung
 from edged.engine.life import Means
+from edged.engine.overseer import Overseer, Watch
 from edged.engine.worker_engine import WorkerEngine
 from edged.errors import EngineFault
+from edged.memory import Memory
 
 # A daemon that starts a worker on the device, tells its pid, and then ends or stays.
 DAEMON = """
@@ -126,6 +128,34 @@ async def test_a_disk_that_takes_no_file_costs_the_lock_not_the_engine(tmp_path:
     """A full or read-only state folder is said in the log, and the device is used all the same."""
     (tmp_path / "file").write_text("")
     assert await DeviceLock(tmp_path / "file" / "npu.lock").claim() is None
+
+
+async def test_a_device_that_is_never_given_back_asks_for_more_than_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine says who holds it, tries on with growing pauses, and is called wedged until it
+    serves: that is what a reboot may be configured for."""
+    monkeypatch.setattr(device_lock, "_ORPHAN_ENDS_S", 0.1)
+    path = tmp_path / "npu.lock"
+    launch = wire.Launch("npu", "/nowhere", 2, 1024, 1, 64)
+    command = (sys.executable, SCRIPT, "--fault", "none")
+    means = Means(command=command, lock=DeviceLock(path))
+    engine = WorkerEngine("npu", "scripted", [Rung("2 slots", launch)], QUICK, means)
+    watch = Watch(0, 100.0, 100.0)
+    overseer = Overseer([engine], None, Memory(tmp_path), watch)
+    wedged: list[str] = []
+    overseer.on_wedged = wedged.append
+    with held(path, 60, "ends") as worker:
+        path.write_text("{}")
+        with pytest.raises(EngineFault, match="somebody unknown holds"):
+            await engine.start()
+        overseer.look()
+        assert "somebody unknown holds" in wedged[0]
+        worker.kill()
+        await until(lambda: engine.health().state == "ready")
+    overseer.look()
+    assert len(wedged) == 1
+    await engine.stop()
 
 
 async def test_the_lock_lives_as_long_as_the_worker(tmp_path: Path) -> None:

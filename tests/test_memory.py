@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,5 @@ def test_this_machine_can_be_read() -> None:
     assert available is not None
     assert total is not None
     assert 0 < available <= total
+    assert (Memory().resident_bytes(os.getpid()) or 0) > MIB
+    assert Memory().resident_bytes(0) is None

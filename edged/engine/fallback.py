@@ -110,8 +110,13 @@ class Fallback:
             self.park(f"{starved.name} needs the memory")
 
     def _held(self) -> int:
-        needs = self._spare.keeper.rung.needs
-        return needs.held_bytes if needs is not None and self._spare.keeper.alive else 0
+        """What parking it gives back: of its caches only what was ever used."""
+        keeper = self._spare.keeper
+        if not keeper.alive or keeper.rung.needs is None:
+            return 0
+        resident = keeper.means.memory.resident_bytes(self._spare.pid or 0)
+        held_bytes = keeper.rung.needs.held_bytes
+        return held_bytes if resident is None else min(held_bytes, resident)
 
     def _yields(self) -> bool:
         """What was given back is still to be taken."""
