@@ -84,6 +84,7 @@ class Request:
     deadline_s: loop time after which nobody wants the answer; None = no deadline.
     source: the words that prompt_ids were made of, for engines with another tokenizer; None =
     the client sent ids. Never logged.
+    forwarded: another node sent it here because it cannot serve it; it is not sent on.
     """
 
     id: str
@@ -97,6 +98,7 @@ class Request:
     ingress: str = "http"  # label of metrics: "http" or "mqtt"
     deadline_s: float | None = None
     source: Chat | Prompt | None = field(default=None, repr=False, compare=False)
+    forwarded: bool = False
 
 
 @dataclass(frozen=True)

@@ -117,3 +117,13 @@ async def test_tokens_of_other_vocabularies_are_shown_by_their_bytes(site: Site)
         else:
             assert found["tokens"] == ["\ufffd", "y"]
             assert found["top_logprobs"][0] == {"x": -1.0}
+
+
+async def test_what_another_node_sent_here_is_marked(site: Site) -> None:
+    """Two nodes that fall back on each other never send one request round in a circle."""
+    async with aiohttp.ClientSession() as session:
+        for headers in ({}, {"X-Edged-Forwarded": "1"}):
+            url = site.url + "/v1/completions"
+            async with session.post(url, json={"prompt": "x"}, headers=headers) as answer:
+                assert answer.status == 200
+    assert [stream.request.forwarded for stream in site.scheduler.submitted] == [False, True]

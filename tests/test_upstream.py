@@ -444,6 +444,7 @@ async def test_the_key_goes_to_the_server_and_nowhere_else(
         await engine.stop()
 
     assert all(h["authorization"] == "Bearer s3cr3t-key" for h in fake.headers)
+    assert all(h["x-edged-forwarded"] == "1" for h in fake.headers)
     assert fake.headers
     shown = f"{logs} {dial!r} {engine.health()} {finish}"
     assert "s3cr3t" not in shown

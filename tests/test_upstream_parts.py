@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from datetime import datetime, timezone
 from itertools import pairwise
@@ -64,6 +65,7 @@ def asked(
         ("llama.cpp", asked(OPEN), False, ""),
         ("edged", asked(None), False, "prompt"),
         ("openai", asked(logprobs=3), False, ""),
+        ("edged", dataclasses.replace(asked(), forwarded=True), False, "X-Edged-Forwarded"),
         ("edged", asked(Chat((USER,), tools=({},))), False, "tools"),
     ],
 )

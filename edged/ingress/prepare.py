@@ -84,8 +84,9 @@ async def prepare(
     deadline_s: float | None = None,
     priority: int = 5,
     defaults: Generation | None = None,
+    forwarded: bool = False,
 ) -> Request:
-    """Check and tokenise. now_s and deadline_s are loop times.
+    """Check and tokenise. now_s and deadline_s are loop times. forwarded: see Request.
 
     defaults: of what the draft leaves out; None = the catalogue's.
     Raises RequestError: model_not_found, invalid_request, unsupported_parameter,
@@ -118,6 +119,7 @@ async def prepare(
         ingress=ingress,
         deadline_s=deadline_s,
         source=source,
+        forwarded=forwarded,
     )
 
 

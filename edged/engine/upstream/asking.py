@@ -37,6 +37,8 @@ def unsuited(request: Request, begun: bool, kind: str) -> str:
     begun: something is written already.
     """
     source, sampling = request.source, request.sampling
+    if request.forwarded:
+        return "X-Edged-Forwarded"  # it would go round in a circle
     if source is None:
         return "prompt"  # token ids mean nothing there
     plain = kind == "openai"

@@ -59,6 +59,7 @@ class Client:
             headers={
                 "User-Agent": f"edged/{__version__}",
                 "Accept-Encoding": "identity",
+                "X-Edged-Forwarded": "1",  # two nodes that fall back on each other: once is enough
                 **self._dial.headers,
             },
             timeout=timeout,

@@ -114,6 +114,7 @@ class Generation:
             now_s=now_s,
             deadline_s=None if deadline_ms is None else now_s + deadline_ms / 1000,
             priority=5 if priority is None else priority,
+            forwarded="X-Edged-Forwarded" in http.headers,
         )
 
     async def _whole(self, stream: Stream, reply: Reply, call: Call) -> web.Response:
