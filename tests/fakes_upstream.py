@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -29,11 +30,12 @@ class FakeUpstream:
         self.paths: list[str] = []
         self.left = asyncio.Event()
         self.port = 0
+        self.scheme = "http"
         self.busy = 0
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self.scheme}://127.0.0.1:{self.port}"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -186,9 +188,10 @@ def pings() -> Answer:
 
 
 @asynccontextmanager
-async def fake_upstream() -> AsyncIterator[FakeUpstream]:
+async def fake_upstream(tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeUpstream]:
     fake = FakeUpstream()
-    server = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
+    fake.scheme = "https" if tls else "http"
+    server = await asyncio.start_server(fake.serve, "127.0.0.1", 0, ssl=tls)
     fake.port = server.sockets[0].getsockname()[1]
     try:
         yield fake

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -424,6 +427,29 @@ async def test_limits_hold_for_a_server_on_the_same_board_only(fake: FakeUpstrea
         for engine in (here, there):
             engine.set_limits(Limits(max_batch=2, admit=False))
         assert (here.capacity(), there.capacity()) == (0, 8)
+
+
+# --- TLS ---
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl tool")
+async def test_https_is_trusted_by_its_certificate_only(text: TextModel, tmp_path: Path) -> None:
+    """An unknown certificate is a fault that names the key; ca_file or verify_tls mend it."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(key), "-out", str(cert)]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(cert, key)
+    async with fake_upstream(tls) as fake:
+        with pytest.raises(EngineFault, match=r"certificate.*upstream\.ca_file"):
+            async with engine_on(fake):
+                pass
+        for trust in ({"ca_file": str(cert)}, {"verify_tls": False}):
+            async with engine_on(fake, **trust) as engine:
+                shown, _ = await read(scheduler_on(text, engine).submit(asked()))
+                assert shown == REFERENCE
 
 
 # --- the key ---------------------------------------------------------------------------------

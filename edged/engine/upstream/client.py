@@ -95,10 +95,12 @@ class Client:
         try:
             within_s = 2 * self.settings.connect_timeout_s
             return await asyncio.wait_for(self._proof(), within_s)
+        except aiohttp.ClientError as error:  # first: its connect time-out is a TimeoutError too
+            raise EngineFault(in_words(error)) from None
         except asyncio.TimeoutError:
             raise EngineFault("it does not answer in time") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineFault(f"it cannot be reached ({type(error).__name__})") from None
+        except OSError as error:
+            raise EngineFault(in_words(error)) from None
 
     async def _proof(self) -> Proof:
         async with self._opened.get(self._dial.base + "/models", allow_redirects=False) as response:
@@ -121,6 +123,14 @@ class Client:
         if self._session is None:
             raise EngineFault("it is not started")
         return self._session
+
+
+def in_words(error: Exception) -> str:
+    """Why there is no connection."""
+    kind = type(error).__name__
+    if isinstance(error, aiohttp.ClientSSLError):
+        return f"its certificate is not accepted ({kind}); see upstream.ca_file"
+    return f"it cannot be reached ({kind})"
 
 
 def _chosen(body: bytes, settings: Upstream) -> Proof:

@@ -14,7 +14,7 @@ import aiohttp
 
 from edged.core import Step, TokenLogprob
 from edged.engine.upstream.asking import Ask, Seam
-from edged.engine.upstream.client import Client
+from edged.engine.upstream.client import Client, in_words
 from edged.engine.upstream.events import DONE, Characters, Events, piece
 from edged.engine.upstream.logprobs import after
 from edged.errors import EdgedError, EngineFault, RowFault
@@ -176,7 +176,4 @@ def _finish(reason: str) -> Literal["stop", "length"]:
 
 
 def _in_words(error: Exception, opening: bool) -> str:
-    kind = type(error).__name__
-    if isinstance(error, aiohttp.ClientSSLError):
-        return f"its certificate is not accepted ({kind}); see upstream.ca_file"
-    return f"it cannot be reached ({kind})" if opening else f"it cut the answer ({kind})"
+    return in_words(error) if opening else f"it cut the answer ({type(error).__name__})"
