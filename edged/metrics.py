@@ -230,7 +230,9 @@ class Metrics(Collector):
             board["edged_guard_energy_joules_per_request"] = joules * tokens
         for name, value in board.items():
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            yield kind(name, "Of the NPU, or of its twin.", value=value)
+            guard = name.startswith("edged_guard_")
+            text = "Of the thermal guard." if guard else "Of the NPU, or of its twin."
+            yield kind(name, text, value=value)
         if self._status is not None:
             yield from _states(self._status)
 

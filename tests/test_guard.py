@@ -219,7 +219,9 @@ def test_a_guard_that_fails_leaves_a_slow_chip() -> None:
 def test_an_idle_cool_board_is_not_called_throttled() -> None:
     """The learning policy begins with a careful duty; without work that is nobody's business."""
     config = GuardSettings()
-    assert Rig(50.0, config=config, demand=lambda: 0).run(20.0).view.mode == "normal"
+    rig = Rig(50.0, config=config, demand=lambda: 0).run(20.0)
+    assert rig.view.mode == "normal"
+    assert rig.orders.last("npu").max_batch == 8  # the first that come need not wait for it
 
 
 def test_equal_orders_are_given_once() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import time
 
 from edged import settings
-from edged.guard.policy import Decision, Levers, Load, Settings, with_mode
+from edged.guard.policy import NPU, Decision, Levers, Load, Settings, with_mode
 from edged.guard.sensors import Raw
 
 CRITICAL_ABOVE_C = 8.0  # over the limit, where the configuration names no critical point
@@ -53,20 +53,18 @@ def quiet_at(hours: str, now: time) -> bool:
     return first <= now < last if first <= last else now >= first or now < last
 
 
-def shown(
-    settings: Settings, decision: Decision, npu: Load, temperature_c: float | None
+def at_rest(
+    settings: Settings, levers: Levers, decision: Decision, npu: Load, temperature_c: float | None
 ) -> Decision:
-    """The same decision; a cool board without work is not called throttled for a careful duty."""
+    """The same decision; a cool board without work is not called throttled for a careful duty,
+    and whoever comes first need not wait for a wider batch."""
     cool = temperature_c is not None and temperature_c < settings.limit_c - settings.hysteresis_c
-    if decision.mode == "throttled" and cool and npu.demand == 0:
-        return with_mode(decision, "normal", f"{temperature_c:.0f} °C, nothing to do")
-    return decision
-
-
-def lever_part(levers: Levers, frequency: bool, fan: bool) -> Levers:
-    """Without those that stopped to obey."""
-    return replace(
-        levers,
-        frequencies_mhz=levers.frequencies_mhz if frequency else (),
-        fan=levers.fan and fan,
-    )
+    if not cool or npu.demand > 0 or NPU not in decision.limits:
+        return decision
+    limits = decision.limits[NPU]
+    if limits.admit:
+        limits = replace(limits, max_batch=max(levers.batches))
+    decision = replace(decision, limits={**decision.limits, NPU: limits})
+    if decision.mode != "throttled":
+        return decision
+    return with_mode(decision, "normal", f"{temperature_c:.0f} °C, nothing to do")

@@ -15,7 +15,7 @@ import structlog
 from edged import settings
 from edged.core import Limits
 from edged.guard import base_rule, policy_model
-from edged.guard.control import levers_of, settings_of, shown
+from edged.guard.control import at_rest, levers_of, settings_of
 from edged.guard.levers.find import Found
 from edged.guard.mover import Mover
 from edged.guard.policy import (
@@ -141,7 +141,8 @@ class Guard:
             self._load(CPU, now_s),
             self._hooks.quiet(),
         )
-        decision = shown(rules, self._decide(rules, seen), seen.npu, seen.temperature_c)
+        decision = self._decide(rules, seen)
+        decision = at_rest(rules, self._levers, decision, seen.npu, seen.temperature_c)
         self._obey(decision)
         critical = self._watch_critical(rules, decision, now_s)
         memory = (device.memory_used_bytes, device.memory_total_bytes) if device else (None, None)
