@@ -28,6 +28,9 @@ else:
     import tomli as tomllib
 
 
+_HOURS = r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d"
+
+
 def load(path: Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
     """Read, merge, check. Raises ConfigError naming the key."""
     data: dict[str, Any] = {}
@@ -144,8 +147,19 @@ def _checked(config: Config) -> Config:
             "mqtt.username, the password into mqtt.password_file"
         )
     _check_levers(config.levers)
+    _check_guard(config)
     _check_sensors(config.sensors)
     return config
+
+
+def _check_guard(config: Config) -> None:
+    guard = config.guard
+    if guard.critical_c and guard.critical_c <= guard.limit_c:
+        raise ConfigError(
+            f"guard.critical_c: {guard.critical_c:g} is not above guard.limit_c ({guard.limit_c:g})"
+        )
+    if guard.quiet_hours and not re.fullmatch(_HOURS, guard.quiet_hours):
+        raise ConfigError('guard.quiet_hours: use "HH:MM-HH:MM" in local time, or ""')
 
 
 def _check_sensors(sensors: Sensors) -> None:

@@ -15,7 +15,9 @@ from fakes_sensors import ScriptedSensor, lost
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edged.config import load
 from edged.core import Health, Limits
+from edged.errors import ConfigError
 from edged.guard.control import quiet_at, settings_of
 from edged.guard.levers import Kind, LeverError
 from edged.guard.levers.find import Found
@@ -360,3 +362,20 @@ def test_states_are_published_when_they_matter() -> None:
     assert told.worth({"temperature_c": 61.0, "mode": "throttled"}, 3.0)
     assert told.worth({"temperature_c": None, "mode": "throttled"}, 4.0)
     assert told.worth({"temperature_c": None, "mode": "throttled"}, 4.0 + EVERY_S)
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ('guard.quiet_hours="10pm-6am"', "guard.quiet_hours"),
+        ('guard.quiet_hours="25:00-06:00"', "guard.quiet_hours"),
+        ("guard.critical_c=70", "guard.critical_c"),
+        ("guard.limit_c=nan", "guard.limit_c"),
+        ("guard.period_s=0", "guard.period_s"),
+        ("guard.policy=fast", "guard.policy"),
+    ],
+)
+def test_a_bad_guard_setting_names_its_key(setting: str, key: str) -> None:
+    """What cannot be obeyed is refused before anything runs."""
+    with pytest.raises(ConfigError, match=key):
+        load(None, (setting,))
