@@ -210,6 +210,7 @@ async def test_a_lazy_fallback_is_parked_again_when_it_is_idle() -> None:
         await ready(board)
         await until(lambda: board.cpu.health().standby)
         assert "idle" in board.cpu.health().detail
+        assert "streams then wait about" in board.cpu.health().detail
 
 
 async def test_a_row_fault_starts_the_lazy_fallback_too() -> None:

@@ -148,7 +148,9 @@ def _waits(config: Config, engines: Mapping[str, WorkerEngine], memory: Memory) 
     if "cpu" not in names[1:] or fallback == "warm":
         return ""
     if fallback == "lazy":
-        return "waits until the NPU fails (engines.fallback is lazy)"
+        return (
+            "waits until the NPU fails (engines.fallback is lazy); streams then wait for its load"
+        )
     npu, cpu = (engines[name].keeper.rungs[0].needs for name in ("npu", "cpu"))
     available = memory.available_bytes()
     if npu is None or cpu is None or available is None:
@@ -158,5 +160,5 @@ def _waits(config: Config, engines: Mapping[str, WorkerEngine], memory: Memory) 
         return ""
     return (
         f"waits until the NPU fails: both models and 1 GiB to spare take {wanted >> 20} MiB, "
-        f"{available >> 20} MiB are available"
+        f"{available >> 20} MiB are available; streams then wait for its load"
     )

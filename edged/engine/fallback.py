@@ -58,7 +58,9 @@ class Fallback:
         log.info("fallback_parked", engine=self._spare.name, why=why)
         self._woken, self._idle_since_s, self._starved_since_s = True, None, None
         self._spare.closed = False
-        self._spare.keeper.park(f"waits until an engine before it fails ({why})")
+        start_s = self._spare.keeper.start_s
+        gap = "" if start_s is None else f"; streams then wait about {start_s:.0f} s for it"
+        self._spare.keeper.park(f"waits until an engine before it fails ({why}){gap}")
 
     @property
     def idle(self) -> bool:

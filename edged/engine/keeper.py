@@ -65,6 +65,7 @@ class Keeper:
         self.reason = ""  # of the last move
         self.wedged = ""  # why only a reboot may help; empty while one need not
         self.starts = 0
+        self.start_s: float | None = None  # how long the last start took, from exec to ready
         self.parked = False
         self.ladder = ladder.State()
         self.means, self.gate, self.rules, self._owner = means, gate, rules, owner
@@ -72,6 +73,7 @@ class Keeper:
         self._first: asyncio.Future[None] | None = None  # what start() waits for
         self._nudge = asyncio.Event()
         self._due_s = 0.0
+        self._began_s = 0.0
         self._off = False
         self._faulted = False
         self._lives = False  # a process is there, wanted or not
@@ -201,6 +203,7 @@ class Keeper:
             self.starts += 1
             self._lives, self._alive, self._drain_until_s = True, True, None
             self._set_state("starting", f"starting its worker with {self.rung.words}")
+            self._began_s = asyncio.get_running_loop().time()
             self.life = life = Life(self.name, self.rung.launch, self.means, self._hears)
             await life.run()
             self._lives = self._alive = False
@@ -248,6 +251,7 @@ class Keeper:
     def _on_ready(self, ready: wire.Ready) -> None:
         self.gate.settle()
         self.wedged, self._faulted = "", False
+        self.start_s = asyncio.get_running_loop().time() - self._began_s
         self.tell(ladder.Serving())
         self._owner.on_ready(ready)  # before anybody may submit
         self._set_state("ready", f"loaded {ready.model} in {ready.load_s:.1f} s")
