@@ -146,6 +146,28 @@ async def test_nobody_there_is_a_fault_not_a_crash(fake: FakeUpstream) -> None:
     await engine.stop()
 
 
+async def test_nobody_waits_for_ever_for_a_server_that_is_gone(
+    text: TextModel, fake: FakeUpstream
+) -> None:
+    """A minute without proof ends the waiting streams; the server may come back later."""
+    async with engine_on(fake) as engine:
+        fake.models_status = 500
+        engine._ask_now.set()
+        await until(lambda: engine.health().state == "failed")
+        assert engine.health().detail == "it answers 500"
+        reading = asyncio.ensure_future(read(scheduler_on(text, engine).submit(asked())))
+        await asyncio.sleep(0.05)
+        assert not reading.done()
+        engine._unproven_since_s -= 61  # as if it had been a minute ago
+        engine._ask_now.set()
+        _, finish = await asyncio.wait_for(reading, 10)
+        assert (finish.reason, finish.error_code) == ("failed", "engine_unavailable")
+        assert engine.health().state == "off"
+        fake.models_status = 200
+        engine._ask_now.set()
+        await until(lambda: engine.capacity() == 8)
+
+
 # --- an answer -------------------------------------------------------------------------------
 
 

@@ -145,7 +145,7 @@ class UpstreamEngine:
                 if not first.done():
                     first.set_result(None)
             except EngineFault as fault:
-                self._on_no_proof(f"engine {self.name}: {fault}")
+                self._on_no_proof(str(fault))
                 wait_s = min(_TRY_AGAIN_MAX_S, 2 * wait_s)
                 if not first.done():
                     first.set_exception(EngineFault(f"engine {self.name}: {fault}"))
@@ -213,6 +213,7 @@ class UpstreamEngine:
 
     def _set_state(self, state: State, detail: str) -> None:
         if (state, detail) != (self._state, self._detail):
-            log.info("engine_state", engine=self.name, state=state, detail=detail)
+            write = log.warning if state == "failed" else log.info
+            write("engine_state", engine=self.name, state=state, detail=detail)
             self._state, self._detail = state, detail
             self.on_change()
