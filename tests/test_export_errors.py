@@ -167,7 +167,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
     """The message says how much is needed, how much is there, and where."""
     source = Tiny().write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100 << 20, 95 << 20, 5 << 20))
-    assert run(source, tmp_path / "out" / "model") == 2
+    assert run(source, tmp_path / "out" / "model") == 3
     assert "not enough disk" in (said := capsys.readouterr().err)
     assert "5 MiB free" in said
     assert not list((tmp_path / "out").iterdir())

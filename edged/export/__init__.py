@@ -10,3 +10,7 @@ from __future__ import annotations
 
 class ExportError(Exception):
     """The source cannot become a model directory; the message tells what to do (exit 2)."""
+
+
+class DiskError(ExportError):
+    """No room, or it cannot be written to: another time it may work (exit 3)."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from edged.export import ExportError, atc, traffic
+from edged.export import DiskError, ExportError, atc, traffic
 from edged.export.arguments import parser
 from edged.export.blocks import BLOCK
 from edged.export.cpu import CpuGraph
@@ -33,7 +34,7 @@ from edged.models import MANIFEST_FILE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 the source or the arguments cannot be used."""
+    """Exit code: 0 done, 2 the source or the arguments cannot be used, 3 the disk cannot."""
     args = parser().parse_args(argv)
     hide_bar = {"auto": None, "on": False, "off": True}[args.progress]
     try:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         export(args.model, args.out, form, hide_bar, name=args.name or "", with_golden=args.golden)
     except ExportError as error:
         print(f"edged export: {error}", file=sys.stderr)
-        return 2
+        return 3 if isinstance(error, DiskError) else 2
     return 0
 
 
@@ -165,10 +166,20 @@ def _check_room(source: GgufSource | HfSource, folder: Path, form: Form) -> None
     needed = int(copies * _data_bytes(source, form) * 1.02) + (64 << 20)
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ExportError(
+        raise DiskError(
             f"not enough disk: {needed >> 20} MiB needed in {folder.parent}, {free >> 20} MiB "
             "free; free some or choose another --out"
         )
+
+
+def _settle(folder: Path) -> None:
+    """On disk before it gets its name: a power cut must not leave a whole name over half a file."""
+    for path in (*folder.iterdir(), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 @contextlib.contextmanager
@@ -180,10 +191,11 @@ def _beside(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     except OSError as error:
-        raise ExportError(f"cannot write to {out.parent}: {error.strerror}") from None
+        raise DiskError(f"cannot write to {out.parent}: {error.strerror}") from None
     try:
         yield temporary
         temporary.chmod(0o755)
+        _settle(temporary)
         if out.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
             out.rename(old / "old")
@@ -192,6 +204,6 @@ def _beside(out: Path) -> Iterator[Path]:
         else:
             temporary.rename(out)
     except OSError as error:
-        raise ExportError(f"cannot write {out}: {error.strerror}; free some disk") from None
+        raise DiskError(f"cannot write {out}: {error.strerror}; free some disk") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
