@@ -154,6 +154,9 @@ class Metrics(Collector):
         self.mqtt_dropped = Counter(
             "edged_mqtt_dropped", "MQTT messages not served or not sent.", ("reason",)
         )
+        self.dedupe_hits = Counter(
+            "edged_dedupe_hits", "MQTT requests asked again and answered without a generation."
+        )
         self.first_token = Histogram(
             "edged_time_to_first_token_seconds", "Admission to first token.", _FIRST_TOKEN_S
         )

@@ -525,9 +525,9 @@ async def test_cancelling_an_unknown_id_is_an_error_where_one_is_asked_for(
 
 
 async def test_a_repeated_request_is_generated_once_while_it_runs(
-    client: Requester, scheduler: FakeScheduler
+    client: Requester, scheduler: FakeScheduler, metrics: Metrics
 ) -> None:
-    """Same id, same payload: accepted again, one generation, one final."""
+    """Same id, same payload: accepted again, one generation, one final, one hit counted."""
     body = {"id": "d", "prompt": "p", "ack": True}
     await client.ask("generate", body)
     stream = await scheduler.stream()
@@ -539,6 +539,7 @@ async def test_a_repeated_request_is_generated_once_while_it_runs(
     assert (await client.next()).body["text"] == "once"
     await client.nothing()
     assert len(scheduler.streams) == 1
+    assert metrics.dedupe_hits.total() == 1
 
 
 async def test_a_quiet_repetition_is_still_answered_by_one_message(

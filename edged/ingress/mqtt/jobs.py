@@ -116,7 +116,9 @@ class Jobs:
         if known != call.digest:
             why = f"id: {call.address.id} is already used by another request; choose a new id"
             self.refuse(call.verb, call.address, RequestError("id_conflict", why, "id"))
-        elif recent is not None and job is None:
+            return True
+        self._metrics.dedupe_hits.add()
+        if recent is not None and job is None:
             self._send(replies.readdressed(recent.answer, call.address))
         elif job is not None:
             job.address = call.address  # whoever asks again waits on the newest correlation
