@@ -18,9 +18,10 @@ import structlog
 
 from edged import thermal, wire
 from edged.core import Limits
-from edged.engine.factory import make_engines, make_overseer, small_model_dir
+from edged.engine.factory import make_engines, make_overseer
 from edged.engine.links import make_links, make_upstream
 from edged.engine.overseer import Overseer
+from edged.engine.rungs import small_model_dir
 from edged.engine.upstream import UpstreamEngine
 from edged.engine.worker_engine import WorkerEngine
 from edged.errors import EngineFault, EngineUnavailable, Overheated

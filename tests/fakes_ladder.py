@@ -14,9 +14,9 @@ from fakes import LetterText
 from edged import wire
 from edged.engine.fallback import Fallback
 from edged.engine.gate import Gate
-from edged.engine.keeper import Rung
 from edged.engine.life import Means
 from edged.engine.overseer import Overseer, Watch
+from edged.engine.rungs import Rung
 from edged.engine.worker_engine import WorkerEngine
 from edged.ladder import Rules
 from edged.memory import Admission, Memory, Needs, Pressure

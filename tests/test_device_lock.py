@@ -19,9 +19,9 @@ from fakes_ladder import QUICK, SCRIPT, until
 from edged import wire
 from edged.engine import device_lock
 from edged.engine.device_lock import DeviceLock, WorkerStuck
-from edged.engine.keeper import Rung
 from edged.engine.life import Means
 from edged.engine.overseer import Overseer, Watch
+from edged.engine.rungs import Rung
 from edged.engine.worker_engine import WorkerEngine
 from edged.errors import EngineFault
 from edged.memory import Memory

@@ -19,10 +19,10 @@ from fakes import request
 from edged import ladder, wire
 from edged.core import Limits
 from edged.engine import worker_engine
-from edged.engine.keeper import Rung
 from edged.engine.life import Means
 from edged.engine.output import LINES_PER_S, OutputLog
 from edged.engine.run import WorkerRun
+from edged.engine.rungs import Rung
 from edged.engine.worker_engine import WorkerEngine
 from edged.errors import EngineFault, RowFault
 from edged.ladder import Rules

@@ -10,7 +10,8 @@ import pytest
 from test_memory import MIB, machine, model
 
 from edged import config
-from edged.engine.factory import make_engines, make_rungs
+from edged.engine.factory import make_engines
+from edged.engine.rungs import make_rungs
 from edged.engine.worker_engine import WorkerEngine
 from edged.errors import ConfigError
 from edged.manifest import check_small_model

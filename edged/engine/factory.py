@@ -5,25 +5,20 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
-from edged import wire
 from edged.engine.device_lock import DeviceLock
 from edged.engine.fallback import Fallback
 from edged.engine.gate import Gate
-from edged.engine.keeper import Rung
 from edged.engine.life import Means
 from edged.engine.overseer import Overseer, Watch
+from edged.engine.rungs import make_rungs
 from edged.engine.worker_engine import WorkerEngine
 from edged.ladder import Rules
-from edged.memory import SPARE_BYTES, Admission, Memory, longest_tokens, needs
+from edged.memory import SPARE_BYTES, Admission, Memory
 from edged.settings import Config
 
 _BESIDE_BYTES = 1 << 30  # left when a fallback is kept loaded beside the NPU's model
-_HALVINGS = 2
 
 
 def make_engines(
@@ -73,50 +68,6 @@ def make_overseer(config: Config, engines: tuple[WorkerEngine, ...]) -> Overseer
         recover.pressure_full_percent,
     )
     return Overseer(engines, fallback, Memory(Path(recover.proc)), watch)
-
-
-def make_rungs(name: str, config: Config, model_dir: Path, context_tokens: int) -> list[Rung]:
-    """From the full configuration to the smallest."""
-    section = config.npu if name == "npu" else config.cpu
-    launch = wire.Launch(
-        engine=name,
-        model_dir=str(model_dir),
-        slots=section.slots,
-        context_tokens=context_tokens,
-        threads=config.cpu.threads,
-        prefill_chunk=min(section.prefill_chunk, context_tokens),
-        golden_dir=str(Path(config.state_dir) / "golden"),
-    )
-    counts = sorted({max(1, section.slots >> n) for n in range(_HALVINGS + 1)}, reverse=True)
-    rungs = [_rung(msgspec.structs.replace(launch, slots=slots), "") for slots in counts]
-    if name == "npu" and config.npu.small_model:
-        slots = counts[min(1, len(counts) - 1)]
-        small = _shortened(launch, small_model_dir(config), slots)
-        rungs.append(_rung(small, " of the small model"))
-    if name == "npu" and config.npu.memory == "own":
-        rungs = [replace(rung, needs=None) for rung in rungs]  # the worker asks the card
-    return rungs
-
-
-def small_model_dir(config: Config) -> Path:
-    """Absolute: workers have another working directory."""
-    return Path(config.npu.small_model).expanduser().absolute()
-
-
-def _shortened(launch: wire.Launch, model_dir: Path, slots: int) -> wire.Launch:
-    """The same with another model, which may hold less."""
-    return msgspec.structs.replace(
-        launch,
-        model_dir=str(model_dir),
-        slots=slots,
-        context_tokens=min(launch.context_tokens, longest_tokens(model_dir)),
-    )
-
-
-def _rung(launch: wire.Launch, of: str) -> Rung:
-    words = f"{launch.slots} slot{'s' if launch.slots > 1 else ''}{of}"
-    sums = needs(launch.engine, Path(launch.model_dir), launch.slots, launch.context_tokens)
-    return Rung(words, launch, sums)
 
 
 def _rules(config: Config, rungs: int, last: bool) -> Rules:

@@ -16,23 +16,14 @@ import structlog
 from edged import ladder, wire
 from edged.engine.gate import Gate
 from edged.engine.life import Hears, Life, Means
+from edged.engine.rungs import Rung
 from edged.errors import EngineFault, EngineMoved
-from edged.memory import Needs
 
 log = structlog.get_logger("edged.engine")
 
 State = Literal["off", "starting", "ready", "failed"]
 _DRAIN_S = 60.0  # before a climb, for the streams that run
 _NEXT = "; next start"
-
-
-@dataclass(frozen=True)
-class Rung:
-    """A launch configuration. needs: None = unknown, not checked."""
-
-    words: str
-    launch: wire.Launch
-    needs: Needs | None = None
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from edged import ladder, wire
 from edged.core import Health, Limits, Request
 from edged.engine import frames
 from edged.engine.gate import Gate
-from edged.engine.keeper import Keeper, Owner, Rung
+from edged.engine.keeper import Keeper, Owner
 from edged.engine.life import Means
 from edged.engine.repetition import Repetition
 from edged.engine.run import WorkerRun
+from edged.engine.rungs import Rung
 from edged.errors import EngineFault, RowFault
 
 _ANSWER_WITHIN_S = 20.0  # from a submit to the first frame of an idle worker
