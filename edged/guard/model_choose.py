@@ -15,6 +15,7 @@ from edged.guard.policy import DUTY_FLOOR, Levers, Load, Seen, Settings
 
 RETHINK_S = 5.0  # between two choices of clock and batch
 GAIN = 1.03  # a new batch must promise this much more
+_HOPELESS_C, _STAYS_C = 2.0, 2.6  # headroom below which the board counts as too hot by itself
 _TRIAL_SHARE = 0.9  # of the present speed an untried clock must promise to be tried
 _TRIAL_AFTER_S, _TRIAL_EVERY_S = 60.0, 7200.0
 _KEEP_UP = 1.01  # prompts are taken in this much faster than they arrive
@@ -35,7 +36,8 @@ def chosen(settings: Settings, levers: Levers, state: ModelState, seen: Seen) ->
     state = _hopeless(settings, levers, state, lowest)
     here = [o for o in found if o.point.frequency_mhz == gear_mhz(levers, state)]
     stay = _steady_batch(settings, state, here)
-    go = lowest if state.hopeless else choice.best(found, settings.itl_slo_s)
+    fitting = [o for o in found if o.point.duty > DUTY_FLOOR] or [lowest]
+    go = lowest if state.hopeless else choice.best(fitting, settings.itl_slo_s)
     full = max(o.tokens_per_s / o.point.duty for o in found)
     state = replace(state, limited=go.tokens_per_s < 0.98 * full, sustainable=go.tokens_per_s)
     if not _worth(settings, state, stay, go, now_s) or go.point.frequency_mhz is None:
@@ -58,19 +60,24 @@ def _trial(
     stay: Option,
     now_s: float,
 ) -> Option | None:
-    """The next lower clock if it has not been tried for long and may be about as good: what is
-    believed of it is a guess, and a wrong guess would never be noticed."""
-    lower = state.gear - 1
-    if state.hopeless or not state.limited or lower < 0:
+    """A neighbouring clock that has not been tried for long and may be about as good: what is
+    believed of it is a guess, and a wrong guess would never be noticed. A higher one only where
+    no duty is held back: there it is the way to the heat that is left."""
+    if state.hopeless or not state.limited or not state.budget.ample(now_s):
         return None
-    if now_s - state.geared_s < _TRIAL_AFTER_S or not state.budget.ample(now_s):
+    if now_s - state.geared_s < _TRIAL_AFTER_S:
         return None
-    if now_s - state.visited_s.get(lower, -math.inf) < _TRIAL_EVERY_S:
-        return None
+    near = [state.gear - 1, state.gear + 1] if stay.point.duty >= 1.0 else [state.gear - 1]
+    untried = [
+        levers.frequencies_mhz[gear]
+        for gear in near
+        if 0 <= gear < len(levers.frequencies_mhz)
+        and now_s - state.visited_s.get(gear, -math.inf) >= _TRIAL_EVERY_S
+    ]
     fair = [
         option
         for option in found
-        if option.point.frequency_mhz == levers.frequencies_mhz[lower]
+        if option.point.frequency_mhz in untried
         and option.pace_s <= settings.itl_slo_s
         and option.tokens_per_s > _TRIAL_SHARE * stay.tokens_per_s
     ]
@@ -108,13 +115,12 @@ def _keeps(settings: Settings, now: Option) -> bool:
 
 
 def _hopeless(settings: Settings, levers: Levers, state: ModelState, lowest: Option) -> ModelState:
-    """Even the lowest point does not fit (with some hysteresis)."""
+    """An idle chip leaves so little headroom that nothing sensible fits (with hysteresis)."""
     assert state.heat is not None
     headroom_c = target_c(settings, state) - state.heat.now.offset_c
     full_c = lowest.rise_c / lowest.point.duty
-    if state.hopeless:
-        return replace(state, hopeless=headroom_c < 0.2 * full_c + 0.5)
-    return replace(state, hopeless=headroom_c < DUTY_FLOOR * full_c)
+    least_c = max(_STAYS_C, 0.2 * full_c + 0.5) if state.hopeless else _HOPELESS_C
+    return replace(state, hopeless=headroom_c < max(least_c, DUTY_FLOOR * full_c))
 
 
 def _worth(settings: Settings, state: ModelState, stay: Option, go: Option, now_s: float) -> bool:
