@@ -28,9 +28,12 @@ log = structlog.get_logger("edged.scheduler")
 
 
 @dataclass(frozen=True)
-class _Running:
+class Running:
+    """What writes a stream, and the task that drains it."""
+
     run: Run
     task: asyncio.Task[None]
+    engine: Link
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Scheduler:
         self._on_refuse = on_refuse
         self._on_leave = on_leave
         self._on_move = on_move
-        self._streams: dict[Stream, _Running | None] = {}  # None = waiting
+        self._streams: dict[Stream, Running | None] = {}  # None = waiting
         self._ever_ready = False
         self._draining = False
         self._idle = asyncio.Event()
@@ -169,7 +172,8 @@ class Scheduler:
             return
         if moves is not None:
             self._on_move(source, engine.name, moves.code)
-        self._streams[stream] = _Running(run, asyncio.create_task(self._drive(stream, run)))
+        task = asyncio.create_task(self._drive(stream, run))
+        self._streams[stream] = Running(run, task, engine)
 
     def _requeue(self, stream: Stream, fault: RowFault | EngineFault) -> None:
         """The stream goes on where it was, on another engine; with none left it ends here."""
@@ -263,6 +267,11 @@ class Scheduler:
 
     def _expire(self, stream: Stream) -> None:
         self._end(stream, "shed", "deadline_exceeded", "the request's deadline has passed")
+
+    @property
+    def streams(self) -> Mapping[Stream, Running | None]:
+        """Every live stream, and what writes it; None = it waits. To look at, not to keep."""
+        return self._streams
 
     # --- stop ------------------------------------------------------------------------------------
 

@@ -19,6 +19,11 @@ class Deadline:
     def pending(self) -> bool:
         return self._timer is not None
 
+    @property
+    def due_s(self) -> float | None:
+        """Loop time at which it is missed."""
+        return None if self._timer is None else self._timer.when()
+
     def expect(self, within_s: float, what: str) -> None:
         """The next frame must follow within `within_s` (0 = no promise)."""
         self.cancel()

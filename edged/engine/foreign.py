@@ -112,6 +112,11 @@ class ForeignRun:
         top = tuple((plain(token), logprob) for token, logprob in one.top)
         return TokenLogprob(plain(one.token_id), one.logprob, top)
 
+    @property
+    def inner(self) -> Run | None:
+        """The run that writes; None before it has begun."""
+        return self._run
+
     def close(self) -> None:
         self._closed = True
         self._engine.preparing.discard(self)

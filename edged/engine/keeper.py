@@ -87,6 +87,31 @@ class Keeper:
         return self.state in ("failed", "starting", "off") and self._faulted
 
     @property
+    def kept(self) -> bool:
+        """Somebody is to start the next worker."""
+        return self._task is not None and not self._task.done()
+
+    @property
+    def lost(self) -> bool:
+        """Whoever was to start the next worker is gone."""
+        return self._task is not None and self._task.done()
+
+    @property
+    def wanted(self) -> bool:
+        """There is a worker, and it is not about to go."""
+        return self._alive
+
+    @property
+    def due_s(self) -> float:
+        """Loop time of the next start, when there is no worker."""
+        return self._due_s
+
+    @property
+    def drain_until_s(self) -> float | None:
+        """Loop time at which a climb no longer waits for its streams."""
+        return self._drain_until_s
+
+    @property
     def next_climb_s(self) -> float | None:
         return self.ladder.next_climb_s(self.rules)
 
@@ -165,6 +190,7 @@ class Keeper:
     def wake(self, why: str) -> None:
         if self.parked:
             self.parked = False
+            self.gate.reserve(self.rung.needs)
             self._set_state("starting", why)
             self._nudge.set()
 
@@ -226,6 +252,7 @@ class Keeper:
         self.detail = f"not enough memory for {rung.words}: {gate.words}"
         self.tell(ladder.Refused(), gate.words)
         if self._off:
+            gate.settle()
             self._fail_start(EngineFault(f"engine {self.name} is off: {self.detail}"))
         return False
 

@@ -46,10 +46,12 @@ class Overseer:
         self._memory, self._watch = memory, watch
         self.on_wedged: Callable[[str], None] = lambda words: None  # again and again
         self._pressed = 0  # looks in a row
+        self.looked_s: float | None = None  # loop time of the last look
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(_EVERY_S)
+            self.looked_s = asyncio.get_running_loop().time()
             try:
                 self.look()
             except Exception:  # a bug of ours must not end the watch; the next look is a new one

@@ -18,7 +18,7 @@ class WorkerRun:
         self._steps: list[Step] = []
         self._fault: EdgedError | None = None
         self._ended = False  # the worker's last row or a fault has arrived
-        self._closed = False
+        self.closed_s: float | None = None  # cancelled since
         self._waiter: asyncio.Future[None] | None = None
 
     def feed(self, row: wire.Row) -> None:
@@ -50,7 +50,7 @@ class WorkerRun:
         while not self._steps:
             if self._fault is not None:
                 raise self._fault
-            if self._ended or self._closed:
+            if self._ended or self.closed_s is not None:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -58,8 +58,8 @@ class WorkerRun:
         return steps[0] if len(steps) == 1 else _merge(steps)
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if self.closed_s is None:
+            self.closed_s = asyncio.get_running_loop().time()
             if not self._ended:
                 self._cancel()
             self._wake()

@@ -48,6 +48,7 @@ class WorkerEngine:
         self._next_stream = 0
         self._repetition = Repetition()
         self._slots = 0
+        self.free_slots: int | None = None  # as the worker's last report says
         owner = Owner(
             self._on_report,
             self._on_ready,
@@ -75,14 +76,15 @@ class WorkerEngine:
         # First: a refused frame takes no slot.
         life.send(frames.submit(stream, request, prefix))
         self._runs[stream] = run
-        if not life.deadline.pending and not self._paused():  # an idle worker has promised nothing
-            life.deadline.expect(_ANSWER_WITHIN_S, "begin a step")
+        self._expect_step()
         return run
 
     def set_limits(self, limits: Limits) -> None:
         self._limits = limits
-        if self.keeper.state == "ready":
-            self.keeper.send(frames.set_limits(limits))
+        life = self.keeper.life
+        if self.keeper.state == "ready" and life is not None:
+            life.send(frames.set_limits(limits))
+            self._expect_step()
             self.on_change()
 
     def health(self) -> Health:
@@ -121,6 +123,15 @@ class WorkerEngine:
         """Process id of the latest worker, for status and tests."""
         return self.keeper.life.pid if self.keeper.life else None
 
+    def held(self) -> dict[int, WorkerRun]:
+        """Every run whose slot the worker has not given back; for the self-audit."""
+        return dict(self._runs)
+
+    @property
+    def paused(self) -> bool:
+        """A worker told to run nothing answers nothing."""
+        return self._limits is not None and min(self._limits.max_batch, self._limits.duty) <= 0
+
     def probe(self) -> None:
         """Run the self test between two steps; an engine that fails it leaves the chain."""
         self.keeper.probe()
@@ -132,12 +143,12 @@ class WorkerEngine:
     # --- what is heard of the worker -------------------------------------------------------------
 
     def _on_ready(self, ready: wire.Ready) -> None:
-        self._slots = ready.slots
+        self._slots, self.free_slots = ready.slots, None
         if self._limits is not None:
             self.keeper.send(frames.set_limits(self._limits))  # before the first stream
 
     def _on_report(self, report: wire.Report) -> None:
-        faults = 0
+        faults, self.free_slots = 0, report.free_slots
         for row in report.rows:
             run = self._runs.get(row.stream)
             if run is None:
@@ -148,6 +159,7 @@ class WorkerEngine:
                 del self._runs[row.stream]
             faults += row.finish == "row_fault" and _NOT_FINITE in row.detail
             run.feed(row)
+        self._expect_step()  # what was submitted since is not in the report
         self.on_report(report)
         for _ in range(faults):
             self.keeper.tell(ladder.RowFaulted(), "output that is not finite")
@@ -157,10 +169,16 @@ class WorkerEngine:
             self.on_change()
 
     def _on_gone(self, fault: EngineFault) -> None:
-        runs, self._runs = self._runs, {}
+        runs, self._runs, self.free_slots = self._runs, {}, None
         for stream, run in runs.items():
             self._repetition.end(stream)
             run.fail(fault)
+
+    def _expect_step(self) -> None:
+        """An idle worker has promised nothing; what it was sent it must begin all the same."""
+        life = self.keeper.life
+        if life is not None and self._runs and not life.deadline.pending and not self.paused:
+            life.deadline.expect(_ANSWER_WITHIN_S, "begin a step")
 
     def _check_context(self, request: Request) -> None:
         """A rung with a shorter context does not cut an answer short: another engine has it."""
@@ -169,7 +187,3 @@ class WorkerEngine:
         wanted = len(request.prompt_ids) + request.max_tokens
         if wanted > holds and holds < keeper.rungs[0].launch.context_tokens:
             raise RowFault(f"it needs {wanted} tokens, {keeper.rung.words} hold {holds}")
-
-    def _paused(self) -> bool:
-        """A worker told to run nothing answers nothing."""
-        return self._limits is not None and min(self._limits.max_batch, self._limits.duty) <= 0

@@ -133,6 +133,17 @@ class UpstreamEngine:
             run.close()
         await self._client.close()
 
+    # --- for the self-audit ----------------------------------------------------------------------
+
+    def held(self) -> dict[int, UpstreamRun]:
+        """Every run whose slot is not free yet."""
+        return {id(run): run for run in self._runs}
+
+    @property
+    def lost(self) -> bool:
+        """Whoever was to ask for proof is gone."""
+        return self._keeper is not None and self._keeper.done()
+
     # --- proof -----------------------------------------------------------------------------------
 
     async def _keep_proving(self, first: asyncio.Future[None]) -> None:

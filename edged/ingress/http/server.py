@@ -93,6 +93,12 @@ class HttpServer:
             self._socket_file = None
         await self._runner.cleanup()
 
+    @property
+    def connections(self) -> int:
+        """Open ones."""
+        server = self._runner.server
+        return 0 if server is None else len(server.connections)
+
     def _connection(self) -> Connection:
         server = self._runner.server
         if server is None:

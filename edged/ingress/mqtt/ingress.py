@@ -84,6 +84,11 @@ class MqttIngress:
     def connected(self) -> bool:
         return self._client.connected
 
+    @property
+    def inflight(self) -> int:
+        """Requests that run or wait."""
+        return len(self._jobs)
+
     async def start(self) -> None:
         """Returns at once; the connection comes up by itself, now or later."""
         self._client.start()
