@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fix clean venv
+.PHONY: help setup run test chaos check fix clean venv
 
 VENV ?= .venv
 PYTHON ?=
@@ -30,6 +30,10 @@ test:  ## set up what the tests need and run them; ARGS go to pytest
 	@tools/test_packages.sh
 	@$(MAKE) --no-print-directory setup
 	@PATH=$$PATH:/usr/sbin $(BIN)/pytest $(ARGS)
+
+chaos: venv  ## break the daemon in every way there is, under load; ARGS go to pytest
+	@tools/test_packages.sh
+	@PATH=$$PATH:/usr/sbin $(BIN)/pytest tests/chaos -m chaos $(ARGS)
 
 check: venv  ## linter, format, types and unit files; changes nothing
 	@$(BIN)/ruff check

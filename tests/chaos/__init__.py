@@ -1,0 +1,1 @@
+"""Real processes, real faults: what is left of every promise when things die."""
