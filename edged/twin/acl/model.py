@@ -90,12 +90,15 @@ class Model(Interface):
         self.costs: dict[tuple[int, float, float], tuple[float, float]] = {}  # execution.py's
         self._bound: dict[Any, Bound] = {}
         self._by_setting: dict[bytes, om.Gear] = {}
+        self._settings: dict[int, tuple[bytes, bytes]] = {}  # by id of a gear
         self._by_dims: dict[tuple[int, ...], om.Gear] = {}  # all dims of all inputs
         for gear in self.gears:
             values = self.values(gear)
             self._by_dims[tuple(gear[d] if isinstance(d, str) else d for d in self.declared)] = gear
-            for kind in "QI":  # the setter writes 8 bytes per value, 4 into a short buffer
-                self._by_setting[struct.pack(f"{len(values)}{kind}", *values)] = gear
+            # The setter writes 8 bytes per value, 4 into a short buffer.
+            wide, narrow = (struct.pack(f"{len(values)}{kind}", *values) for kind in "QI")
+            self._settings[id(gear)] = wide, narrow
+            self._by_setting |= {wide: gear, narrow: gear}
         self._session = _session(path, found, threads)
 
     def close(self) -> None:
@@ -134,11 +137,10 @@ class Model(Interface):
         return values
 
     def _choose(self, gear: om.Gear, buffer: DataBuffer, locate: Locate) -> None:
-        values = self.values(gear)
-        if buffer.size_bytes < 4 * len(values):
+        wide, narrow = self._settings[id(gear)]
+        if buffer.size_bytes < len(narrow):
             raise Failure(codes.GE_DYNAMIC_INPUT_LENGTH, f"{buffer.size_bytes} bytes are too few")
-        wide = buffer.size_bytes >= _SETTER_ITEM_BYTES * len(values)
-        data = struct.pack(f"{len(values)}{'Q' if wide else 'I'}", *values)
+        data = wide if buffer.size_bytes >= len(wide) else narrow
         ctypes.memmove(locate(buffer.address, len(data)), data, len(data))
         self.current = gear
 

@@ -78,11 +78,12 @@ class SharedCache:
         self._new = new
         self._memory[:] = 0  # 0 x NaN is NaN: masked rows must be finite
         self.context = context
+        self._blocks: dict[int, npt.NDArray[Any]] = {}  # views, by context
+        self._outputs: dict[NewRows, npt.NDArray[Any]] = {}  # views, by shape
 
     def append(self, new: NewRows, row: int, slot: int, past: int, count: int) -> None:
-        self._block(self.context)[:, slot, :, past : past + count] = self._rows(new)[
-            :, row, :, :count
-        ]
+        rows = self._rows(new)[:, row, :, :count]
+        self._block(self.context)[:, slot, :, past : past + count] = rows
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         block = self._block(self.context)
@@ -102,14 +103,17 @@ class SharedCache:
         self.context = context
 
     def _block(self, context: int) -> npt.NDArray[Any]:
-        shape = self._shape
-        size = shape.units * context * shape.head_dim
-        axes = shape.planes, shape.slots, shape.heads, context, shape.head_dim
-        block: npt.NDArray[Any] = self._memory[:size].reshape(axes)
-        return block
+        if context not in self._blocks:
+            shape = self._shape
+            size = shape.units * context * shape.head_dim
+            axes = shape.planes, shape.slots, shape.heads, context, shape.head_dim
+            self._blocks[context] = self._memory[:size].reshape(axes)
+        return self._blocks[context]
 
     def _rows(self, new: NewRows) -> npt.NDArray[Any]:
         """[2L, B, Hk, T, D] over the output buffers."""
+        if new in self._outputs:
+            return self._outputs[new]
         shape = self._shape
         item = shape.dtype.itemsize
         row = shape.head_dim * item
@@ -117,6 +121,7 @@ class SharedCache:
         head = new.tokens * row
         strides = new.plane_stride, shape.heads * head, head, row, item
         rows: npt.NDArray[Any] = np.ndarray(axes, shape.dtype, self._new, strides=strides)
+        self._outputs[new] = rows
         return rows
 
 
