@@ -16,6 +16,7 @@ from edged.guard.policy import DUTY_FLOOR, Levers, Load, Seen, Settings
 RETHINK_S = 5.0  # between two choices of clock and batch
 GAIN = 1.03  # a new batch must promise this much more
 _HOPELESS_C, _STAYS_C = 2.0, 2.6  # headroom below which the board counts as too hot by itself
+_WIDEN_FIRST_S, _WIDEN_MOST_S = 60.0, 3600.0  # between trials of a wider batch
 _TRIAL_SHARE = 0.9  # of the present speed an untried clock must promise to be tried
 _TRIAL_AFTER_S, _TRIAL_EVERY_S = 60.0, 7200.0
 _KEEP_UP = 1.01  # prompts are taken in this much faster than they arrive
@@ -43,7 +44,7 @@ def chosen(settings: Settings, levers: Levers, state: ModelState, seen: Seen) ->
     if not _worth(settings, state, stay, go, now_s) or go.point.frequency_mhz is None:
         trial = _trial(settings, levers, state, found, stay, now_s)
         if trial is None:
-            return replace(state, batch=lowest.point.batch if state.hopeless else stay.point.batch)
+            return _batched(levers, state, lowest if state.hopeless else stay, demand, now_s)
         go = trial
     gear = levers.frequencies_mhz.index(go.point.frequency_mhz)
     if gear == state.gear:
@@ -99,6 +100,24 @@ def _options(settings: Settings, levers: Levers, state: ModelState, demand: int)
     )
     headroom_c = target_c(settings, state) - state.heat.now.offset_c
     return choice.options(plant, choice.gears_of(levers), levers.batches, demand, headroom_c)
+
+
+def _batched(
+    levers: Levers, state: ModelState, stay: Option, demand: int, now_s: float
+) -> ModelState:
+    """The batch of `stay`; now and then the widest that is asked for, where that is wider. Its
+    steps are only seen while it runs: one that was slow for a while would never be seen to be
+    fast again. The more often it was no better, the rarer it is tried."""
+    batch = stay.point.batch
+    widest = max((b for b in levers.batches if b <= demand), default=levers.batches[0])
+    if state.hopeless or batch >= widest:
+        return replace(state, batch=batch, widen_wait_s=_WIDEN_FIRST_S, widen_s=math.inf)
+    if state.widen_s == math.inf:  # it has just become narrower
+        return replace(state, batch=batch, widen_s=now_s + state.widen_wait_s)
+    if now_s < state.widen_s:
+        return replace(state, batch=batch)
+    wait_s = min(2 * state.widen_wait_s, _WIDEN_MOST_S)
+    return replace(state, batch=widest, widen_wait_s=wait_s, widen_s=now_s + wait_s)
 
 
 def _steady_batch(settings: Settings, state: ModelState, here: list[Option]) -> Option:

@@ -30,6 +30,8 @@ class ModelState:
     steps: StepModel = field(default_factory=StepModel)
     gear: int = 0
     batch: int = 1
+    widen_s: float = math.inf  # when a wider batch is tried again
+    widen_wait_s: float = 60.0
     duty: float = DUTY_FLOOR
     full_c: float = 0.0  # rise at duty 1 of the present point
     geared_s: float = float("-inf")
