@@ -171,8 +171,12 @@ class Admission:
         words = f"{load.words()}, {max(0, free) // _MIB} MiB are available{others}"
         if load.total_bytes > free:
             return Verdict(False, f"{words}; use fewer slots, a shorter context or a smaller model")
-        self._promised[engine] = load.transient_bytes + load.held_bytes
+        self.reserve(engine, load)
         return Verdict(True, words)
+
+    def reserve(self, engine: str, load: Needs) -> None:
+        """Streams wait for this engine: nobody else gets the memory it will ask for."""
+        self._promised[engine] = load.transient_bytes + load.held_bytes
 
     def settle(self, engine: str) -> None:
         """Its load is over, well or not: what it took shows in the machine's figures."""

@@ -99,6 +99,17 @@ def test_two_loads_at_once_do_not_share_the_same_memory(tmp_path: Path) -> None:
     assert admission.ask("cpu", load).fits
 
 
+def test_a_reservation_keeps_memory_for_the_engine_that_streams_wait_for(tmp_path: Path) -> None:
+    """Whoever restarts meanwhile does not get it, also where it is not all there yet."""
+    admission = Admission(machine(tmp_path, available_mib=1500))
+    load = Needs(0, 600 * MIB, 0)
+    admission.reserve("cpu", load)
+    assert not admission.ask("npu", load).fits
+    assert admission.ask("cpu", load).fits
+    admission.settle("cpu")
+    assert admission.ask("npu", load).fits
+
+
 def test_the_devices_own_count_is_asked_too(tmp_path: Path) -> None:
     """The smaller of Linux's and the device's figure decides."""
     admission = Admission(machine(tmp_path, available_mib=4000))

@@ -30,8 +30,13 @@ class Gate:
         self.words, self.refused = verdict.words, not verdict.fits
         return verdict.fits
 
+    def reserve(self, needs: Needs | None) -> None:
+        """Before others ask: this engine is about to load."""
+        if self._admission is not None and needs is not None:
+            self._admission.reserve(self._engine, needs)
+
     def settle(self) -> None:
-        """The load is over, well or not."""
+        """The load is over, well or not, or is put off."""
         if self._admission is not None:
             self._admission.settle(self._engine)
 

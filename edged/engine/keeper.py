@@ -157,7 +157,8 @@ class Keeper:
             self._owner.on_move(action.reason)
         self.wedged = words if action.wedged else self.wedged
         self._off, self._due_s = off, now_s + action.delay_s
-        self._faulted = self._faulted or action.kind != "climb"
+        # Not for a climb, nor while a smaller launch may fit: nobody needs to step in for that.
+        self._faulted = self._faulted or off or action.reason not in ("climb", "admission")
         if action.kind == "climb" and self._owner.busy():
             self._drain_until_s = now_s + _DRAIN_S
             self._set_state("starting", f"restarts with {self.rung.words} when its streams end")
