@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from edged import thermal, wire
+from edged.audit_facts import Sources
 from edged.core import Limits
 from edged.engine.factory import make_engines, make_overseer
 from edged.engine.links import make_links, make_upstream
@@ -41,6 +42,7 @@ from edged.systemd import Notifier
 from edged.text.model import TextModel
 from edged.twin.figures import figures, free_bytes, running_board
 from edged.twin.state import TwinState
+from edged.watch import Watch, watching
 
 log = structlog.get_logger("edged")
 
@@ -68,6 +70,7 @@ class Parts:
     mqtt: MqttIngress | None
     guard: Guard | None
     overseer: Overseer
+    watch: Watch
     status: Callable[[], Status]
 
 
@@ -88,7 +91,7 @@ async def run(
         if parts.guard is not None:  # around the engines: no chip runs a moment without it
             await stack.enter_async_context(_running(parts.guard))
         stack.push_async_callback(_stop_engines, parts.engines)
-        await stack.enter_async_context(_feeding(notifier, parts.status))
+        await stack.enter_async_context(watching(parts.watch, notifier, parts.status))
         await stack.enter_async_context(_overseen(parts.overseer))
         await _start_engines(config, parts.engines, stop)
         if not stop.asked.is_set():
@@ -184,13 +187,25 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
             tuple((engine.name, engine.health()) for engine in engines),
             asyncio.get_running_loop().time(),
             guard.view() if guard is not None else None,
+            watch.found,
+            watch.withheld(),
         )
 
     http = HttpServer(config.http, config.node, scheduler, catalog, metrics, status)
     mqtt = None
     if config.mqtt.url:
         mqtt = MqttIngress(config.mqtt, config.node, scheduler, catalog, metrics, status)
-    return Parts(text, engines, scheduler, metrics, http, mqtt, guard, overseer, status)
+    sources = Sources(
+        scheduler=scheduler,
+        links=links,
+        workers=workers,
+        upstream=upstream,
+        overseer=overseer,
+        connections=lambda: http.connections,
+        jobs=lambda: mqtt.inflight if mqtt is not None else 0,
+    )
+    watch = Watch(sources, metrics)
+    return Parts(text, engines, scheduler, metrics, http, mqtt, guard, overseer, watch, status)
 
 
 def twin_folder(config: Config) -> Path:
@@ -279,29 +294,6 @@ async def _start_engines(
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-
-
-@asynccontextmanager
-async def _feeding(notifier: Notifier, status: Callable[[], Status]) -> AsyncIterator[None]:
-    """Tell systemd how we are, from the loop itself: a blocked loop withholds the watchdog."""
-
-    async def feed() -> None:
-        while True:
-            now = status()
-            notifier.status(
-                f"{now.mode}: {now.reason}; {now.running} running, {now.waiting} waiting"
-            )
-            notifier.watchdog()
-            if now.mode != "normal":
-                notifier.extend(30.0)  # loading a large model outlasts TimeoutStartSec
-            await asyncio.sleep(min(notifier.watchdog_interval_s or 5.0, 5.0))
-
-    task = asyncio.create_task(feed())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _drain(config: Config, parts: Parts, stop: StopSignal, notifier: Notifier) -> None:

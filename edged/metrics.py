@@ -172,6 +172,10 @@ class Metrics(Collector):
         self.steps = Histogram(
             "edged_engine_step_seconds", "One step of an engine.", _STEP_S, ("engine", "kind")
         )
+        self.audit_violations = Counter(
+            "edged_audit_violations", "What did not add up, by what it is about.", ("kind",)
+        )
+        self.loop_lag_s = 0.0  # of the last audit
         self.mqtt_connected = False
         self._kept = [v for v in vars(self).values() if isinstance(v, Counter | Histogram)]
         self.registry = CollectorRegistry()
@@ -227,6 +231,7 @@ class Metrics(Collector):
             yield kept.family()
         yield InfoMetricFamily("edged_build", "What runs here.", self._build)
         yield _gauge("edged_mqtt_connected", "1 while the broker is there.", self.mqtt_connected)
+        yield _gauge("edged_loop_lag_seconds", "How late the last audit ran.", self.loop_lag_s)
         board = dict(self._npu())
         tokens, joules = self.tokens_per_request(), board.get(_JOULES_PER_TOKEN)
         if tokens is not None and joules is not None:

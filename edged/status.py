@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Status:
     """reason: why this mode, in words. oldest_wait_s: how long the first in the queue has
-    waited. last_progress_s: seconds since any engine finished a step; None = never yet."""
+    waited. last_progress_s: seconds since any engine finished a step; None = never yet. audit: what
+    does not add up; stuck: why the watchdog of systemd is not fed; both empty when all is well."""
 
     node: str
     version: str
@@ -34,6 +35,8 @@ class Status:
     last_progress_s: float | None = None
     guard: View | None = None
     at_s: float = 0.0
+    audit: tuple[str, ...] = ()
+    stuck: str = ""
 
 
 def status_of(
@@ -42,16 +45,21 @@ def status_of(
     engines: Sequence[tuple[str, Health]],
     now_s: float,
     guard: View | None = None,
+    audit: tuple[str, ...] = (),
+    stuck: str = "",
 ) -> Status:
     """engines: in the order of the chain. now_s: loop time, as in Health.last_progress_s."""
     mode, reason = _mode(load.draining, engines, guard)
+    serves = any(h.state == "ready" and h.admits for _, h in engines)
+    if audit and mode in ("normal", "throttled"):
+        mode, reason = "degraded", f"the self-audit found: {audit[0]}"
     progress = [h.last_progress_s for _, h in engines if h.last_progress_s is not None]
     return Status(
         node=node,
         version=__version__,
         mode=mode,
         reason=reason,
-        ready=not load.draining and any(h.state == "ready" and h.admits for _, h in engines),
+        ready=serves and not load.draining and not audit,
         engines=tuple(engines),
         waiting=load.waiting,
         running=load.running,
@@ -59,6 +67,8 @@ def status_of(
         last_progress_s=now_s - max(progress) if progress else None,
         guard=guard,
         at_s=now_s,
+        audit=audit,
+        stuck=stuck,
     )
 
 
@@ -89,9 +99,10 @@ def status_json(status: Status) -> dict[str, Any]:
         "reason": status.reason,
         "ready": status.ready,
         "engines": [_engine_json(name, health, status.at_s) for name, health in status.engines],
-        "queue": {"waiting": status.waiting, "oldest_wait_s": _rounded(status.oldest_wait_s)},
+        "queue": {"waiting": status.waiting, "oldest_wait_s": rounded(status.oldest_wait_s)},
         "running": status.running,
-        "last_progress_s": _rounded(status.last_progress_s),
+        "last_progress_s": rounded(status.last_progress_s),
+        "audit": list(status.audit),
         "guard": view_json(status.guard, status.at_s) if status.guard is not None else None,
     }
 
@@ -113,5 +124,13 @@ def _engine_json(name: str, health: Health, now_s: float) -> dict[str, Any]:
     }
 
 
-def _rounded(seconds: float | None) -> float | None:
+def progress_words(status: Status) -> str:
+    """For probes: how long the first in the queue has waited, and when a step last ended."""
+    wait_s, step_s = status.oldest_wait_s, status.last_progress_s
+    waits = "nobody waits" if wait_s is None else f"oldest wait {wait_s:.1f} s"
+    steps = "no progress yet" if step_s is None else f"last progress {step_s:.1f} s ago"
+    return f"{waits}, {steps}"
+
+
+def rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)

@@ -25,6 +25,9 @@ ENGINE_LOST = dataclasses.replace(
     ready=False,
     engines=(("cpu", Health("failed", "it died")),),
 )
+SUMS_WRONG = dataclasses.replace(
+    READY, mode="degraded", reason="1 audit", ready=False, audit=("1 waits, 2 are queued",)
+)
 TOO_HOT = dataclasses.replace(READY, mode="throttled", reason="the chip is hot", ready=False)
 
 
@@ -44,12 +47,26 @@ async def test_a_healthy_node_is_live_and_ready(site: Site) -> None:
     """All probes are 200 while an engine is ready."""
     for path in ("/livez", "/healthz", "/readyz", "/health"):
         assert (await get(site, path))[0] == 200
-    assert json.loads((await get(site, "/health"))[1]) == {"status": "ok"}
+    assert json.loads((await get(site, "/health"))[1])["status"] == "ok"
+
+
+async def test_every_probe_tells_the_oldest_wait_and_the_last_progress(site: Site) -> None:
+    """A probe's answer says how long the first in the queue has waited and when a step ended."""
+    site.status = dataclasses.replace(READY, waiting=3, oldest_wait_s=1.26, last_progress_s=0.512)
+    for path in ("/livez", "/readyz"):
+        assert (await get(site, path))[1] == "ok; oldest wait 1.3 s, last progress 0.5 s ago\n"
+    assert "oldest wait 1.3 s, last" in (await get(site, "/readyz?verbose"))[1]
+    told = json.loads((await get(site, "/health"))[1])
+    assert (told["oldest_wait_s"], told["last_progress_s"]) == (1.26, 0.512)
 
 
 @pytest.mark.parametrize(
     ("status", "failed"),
-    [(ENGINE_LOST, "[-]engine: cpu is failed"), (TOO_HOT, "[-]admission: throttled")],
+    [
+        (ENGINE_LOST, "[-]engine: cpu is failed"),
+        (TOO_HOT, "[-]admission: throttled"),
+        (SUMS_WRONG, "[-]audit: 1 waits, 2 are queued"),
+    ],
 )
 async def test_live_is_not_ready(site: Site, status: Any, failed: str) -> None:
     """Without an engine, or while none is admitted, the node is live and not ready."""
@@ -62,12 +79,23 @@ async def test_live_is_not_ready(site: Site, status: Any, failed: str) -> None:
     assert code == 503 and failed in text and text.endswith("not ready\n")
 
 
+async def test_a_stuck_node_is_not_live(site: Site) -> None:
+    """What withholds the watchdog of systemd fails the liveness probe, too, and says why."""
+    site.status = dataclasses.replace(READY, stuck="npu: step: nobody is to act on it")
+    for path in ("/livez", "/healthz"):
+        code, text, _ = await get(site, path)
+        assert code == 503 and text.startswith("not live: npu: step: nobody")
+
+
 async def test_verbose_lists_every_check(site: Site) -> None:
     """The list says which checks passed, in words."""
     code, text, _ = await get(site, "/readyz?verbose")
 
     assert code == 200
-    assert text == "[+]engine: cpu is ready\n[+]admission: open\nready\n"
+    assert text == (
+        "[+]engine: cpu is ready\n[+]admission: open\n[+]audit: all adds up\n"
+        "nobody waits, no progress yet\nready\n"
+    )
 
 
 async def test_draining_refuses_new_work_and_finishes_the_old(site: Site) -> None:

@@ -44,7 +44,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "audit": (),
     "census": ("audit",),
     "audit_facts": ("audit", "census", "scheduler", "engine"),
-    "watch": ("audit", "audit_facts", "engine", "metrics", "status", "systemd"),
+    "watch": ("audit", "audit_facts", "census", "engine", "metrics", "status", "systemd"),
     "wire": (),
     "scheduler": ("engine", "text", "queue"),
     "ingress": ("scheduler", "text", "status", "metrics", "guard.view"),

@@ -1,6 +1,7 @@
 """The routes that only tell: health, models, status, metrics, banner. None of them waits.
 
-Live is not ready: /livez says that the loop turns, /readyz that a request would be admitted.
+Live is not ready: /livez says that the loop turns and nothing is stuck, /readyz that a request
+would be admitted. Both tell the oldest wait and the last progress.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from aiohttp import web
 
 from edged.ingress.catalog import Catalog, Entry
 from edged.metrics import CONTENT_TYPE, Metrics
-from edged.status import Status, status_json
+from edged.status import Status, progress_words, rounded, status_json
 
 BANNER = """edged {version} on {node}: text generation ({mode})
 
@@ -47,23 +48,34 @@ class Info:
         return web.Response(text=BANNER.format(version=now.version, node=now.node, mode=now.mode))
 
     async def live(self, http: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        now = self._status()
+        words = f"not live: {now.stuck}" if now.stuck else "ok"
+        text = f"{words}; {progress_words(now)}\n"
+        return web.Response(text=text, status=503 if now.stuck else 200)
 
     async def ready(self, http: web.Request) -> web.Response:
-        checks = readiness(self._status(), self.draining)
+        now = self._status()
+        checks = readiness(now, self.draining)
         good = all(passed for _, passed, _ in checks)
         failed = [f"{name}: {detail}" for name, passed, detail in checks if not passed]
         if "verbose" in http.query:
             lines = [f"[{'+' if ok else '-'}]{name}: {detail}" for name, ok, detail in checks]
-            text = "\n".join([*lines, "ready" if good else "not ready"])
+            text = "\n".join([*lines, progress_words(now), "ready" if good else "not ready"])
         else:
-            text = "ok" if good else "not ready; " + "; ".join(failed)
+            words = "ok" if good else "not ready; " + "; ".join(failed)
+            text = f"{words}; {progress_words(now)}"
         return web.Response(text=text + "\n", status=200 if good else 503)
 
     async def health(self, http: web.Request) -> web.Response:
         """Readiness for clients of llama.cpp and vLLM."""
-        good = all(passed for _, passed, _ in readiness(self._status(), self.draining))
-        return _json({"status": "ok" if good else "unavailable"}, 200 if good else 503)
+        now = self._status()
+        good = all(passed for _, passed, _ in readiness(now, self.draining))
+        told = {
+            "status": "ok" if good else "unavailable",
+            "oldest_wait_s": rounded(now.oldest_wait_s),
+            "last_progress_s": rounded(now.last_progress_s),
+        }
+        return _json(told, 200 if good else 503)
 
     async def metrics(self, http: web.Request) -> web.Response:
         return web.Response(
@@ -85,11 +97,12 @@ def readiness(status: Status, draining: bool) -> list[tuple[str, bool, str]]:
     states = ", ".join(f"{name} is {health.state}" for name, health in status.engines)
     engine = any(health.state == "ready" for _, health in status.engines)
     staying = not draining and status.mode != "draining"
-    admitting = staying and (status.ready or not engine)
+    admitting = staying and (status.ready or not engine or bool(status.audit))
     closed = f"{status.mode}, {status.reason}" if staying else "the node is shutting down"
     return [
         ("engine", engine, states or "there is none"),
         ("admission", admitting, "open" if admitting else closed),
+        ("audit", not status.audit, "; ".join(status.audit) or "all adds up"),
     ]
 
 
