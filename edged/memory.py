@@ -98,15 +98,32 @@ class Pressure:
 
 
 class Memory:
-    """The machine's figures. proc: where procfs is; a missing file gives None, never an error."""
+    """The machine's figures. proc, cgroups: where procfs and the control groups (version 2) are; a
+    missing file gives None, never an error."""
 
-    def __init__(self, proc: Path = Path("/proc")) -> None:
-        self._proc = proc
+    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc, self._cgroups = proc, cgroups
 
     def available_bytes(self) -> int | None:
-        """MemAvailable."""
+        """MemAvailable, or what a limit on our control group (MemoryMax=) leaves, if less."""
         kib = self._number("meminfo", "MemAvailable:")
-        return None if kib is None else kib * 1024
+        counts = [] if kib is None else [kib * 1024]
+        return min([*counts, *self._group_counts()], default=None)
+
+    def _group_counts(self) -> list[int]:
+        """Free bytes of our group and of each around it that has a limit."""
+        own = next((x[3:] for x in self._lines("self/cgroup") if x.startswith("0::/")), "")
+        groups = [own.strip("/"), *map(str, Path(own.strip("/")).parents)] if own else []
+        counts = []
+        for folder in (self._cgroups / group for group in groups):
+            limit, used, cache = (
+                _first_number(folder / "memory.max", ""),
+                _first_number(folder / "memory.current", ""),
+                _first_number(folder / "memory.stat", "inactive_file"),
+            )
+            if limit is not None and used is not None:
+                counts.append(max(0, limit - used + (cache or 0)))  # cache goes when it must
+        return counts
 
     def total_bytes(self) -> int | None:
         kib = self._number("meminfo", "MemTotal:")
@@ -131,18 +148,26 @@ class Memory:
         return Pressure(found["some"], found["full"]) if {"some", "full"} <= found.keys() else None
 
     def _number(self, file: str, name: str) -> int | None:
-        for line in self._lines(file):
-            words = line.split()
-            if words[:1] == [name]:
-                return int(words[1])
-        return None
+        return _first_number(self._proc / file, name)
 
     def _lines(self, file: str) -> list[str]:
-        try:
-            text = (self._proc / file).read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return []
-        return text.splitlines()
+        return _lines(self._proc / file)
+
+
+def _first_number(path: Path, name: str) -> int | None:
+    """Of the line that begins with this word; "" = of the only line. None: no such number."""
+    for line in _lines(path):
+        words = line.split() if name else ["", *line.split()]
+        if words[:1] == [name] and words[1:] and words[1].isdigit():
+            return int(words[1])
+    return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,30 @@ def test_the_machines_figures_are_read(tmp_path: Path) -> None:
     assert memory.oom_kills() == 3
 
 
+def test_a_limit_on_the_service_counts_as_the_machines_end(tmp_path: Path) -> None:
+    """MemoryMax= of the unit, or of a group around it, is what there is; page cache can go."""
+    machine(tmp_path, 4000)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("1:name=systemd:/x\n0::/system.slice/edged.service\n")
+    own = tmp_path / "cgroup/system.slice/edged.service"
+    own.mkdir(parents=True)
+    memory = Memory(tmp_path, tmp_path / "cgroup")
+    assert memory.available_bytes() == 4000 * MIB
+    (own / "memory.max").write_text("max\n")
+    (own / "memory.current").write_text(f"{500 * MIB}\n")
+    assert memory.available_bytes() == 4000 * MIB
+    (own / "memory.max").write_text(f"{2000 * MIB}\n")
+    assert memory.available_bytes() == 1500 * MIB
+    (own / "memory.stat").write_text(f"anon 1\ninactive_file {100 * MIB}\n")
+    assert memory.available_bytes() == 1600 * MIB
+    (own.parent / "memory.max").write_text(f"{900 * MIB}\n")
+    (own.parent / "memory.current").write_text(f"{600 * MIB}\n")
+    assert memory.available_bytes() == 300 * MIB
+
+
 def test_a_kernel_without_these_files_admits_and_is_never_pressed(tmp_path: Path) -> None:
     """What cannot be known stops nothing, and is said."""
-    memory = Memory(tmp_path / "nothing")
+    memory = Memory(tmp_path / "nothing", tmp_path / "nothing")
     assert pressed(memory, 256 * MIB, 40, 10) == ""
     verdict = Admission(memory).ask("cpu", Needs(0, 1 << 50, 0))
     assert verdict.fits
