@@ -185,7 +185,7 @@ def _processes(facts: Facts) -> Iterator[Violation]:
     owners = {engine.pid for engine in facts.engines}
     pids = {child.pid for child in facts.children}
     for engine in facts.engines:
-        if engine.up and engine.pid not in pids:
+        if engine.up and engine.pid is not None and engine.pid not in pids:
             words = f"{engine.name} serves and its worker {engine.pid} is not there"
             yield Violation("processes", f"{engine.pid}", words)
     for child in facts.children:
