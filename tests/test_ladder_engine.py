@@ -349,3 +349,16 @@ async def test_streams_longer_than_the_small_model_holds_go_elsewhere() -> None:
         "length",
         41,
     )
+
+
+async def test_nobody_climbs_while_memory_is_short() -> None:
+    """Stable or not: while tasks wait for memory the smaller configuration stays."""
+    async with running(Board(npu_mib=(1000, 600))) as board:
+        await ready(board)
+        board.npu.press("little memory")
+        await until(lambda: board.npu.health().state == "ready" and board.npu.health().slots == 4)
+        board.memory.full_percent = 30.0
+        await asyncio.sleep(1.0)  # twice the stable time
+        assert board.npu.health().slots == 4
+        board.memory.full_percent = 0.0
+        await until(lambda: board.npu.health().slots == 8)

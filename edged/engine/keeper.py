@@ -165,14 +165,15 @@ class Keeper:
         elif self._alive:
             self._let_go(words)
 
-    def tick(self) -> None:
-        """Once a second or so."""
+    def tick(self, calm: bool) -> None:
+        """Once a second or so. calm: the machine is not short of memory."""
         if self._drain_until_s is not None:
             if not self._owner.busy() or asyncio.get_running_loop().time() > self._drain_until_s:
                 self._let_go(self.reason)
         elif self.state == "ready":
             above = self.rungs[max(0, self.ladder.rung - 1)]
-            self.tell(ladder.Tick(self.gate.room(self.rung.needs, above.needs)))
+            room = calm and self.gate.room(self.rung.needs, above.needs)
+            self.tell(ladder.Tick(room))
 
     def probe(self) -> None:
         """Run the golden self test between two steps; the ladder hears how it ended."""

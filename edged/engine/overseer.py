@@ -59,12 +59,12 @@ class Overseer:
 
     def look(self) -> None:
         """Once a second."""
-        for engine in self._engines:
-            engine.keeper.tick()
-            if engine.keeper.wedged:
-                self.on_wedged(f"{engine.name}: {engine.keeper.wedged}")
         watch = self._watch
         words = pressed(self._memory, watch.floor_bytes, watch.some_percent, watch.full_percent)
+        for engine in self._engines:
+            engine.keeper.tick(calm=not words)
+            if engine.keeper.wedged:
+                self.on_wedged(f"{engine.name}: {engine.keeper.wedged}")
         self._pressed = self._pressed + 1 if words else 0
         if self._pressed >= _LOOKS:
             self._relieve(words)
