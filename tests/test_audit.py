@@ -32,6 +32,7 @@ from edged.audit import (
     violations,
 )
 from edged.errors import RequestError
+from edged.scheduler import Stream
 from edged.status import status_of
 from edged.twin.virtual_loop import run_virtual
 
@@ -245,7 +246,7 @@ def stray() -> Iterator[subprocess.Popen[bytes]]:
 async def test_an_audit_that_fails_is_a_violation_itself() -> None:
     """A bug in the audit is told like any other difference, and restarts nothing."""
     bench = AuditBench()
-    bench.engine.health = lambda: 1 / 0  # type: ignore[method-assign]
+    bench.engine.health = lambda: 1 / 0  # type: ignore[method-assign,return-value]
     assert await looks(bench) == ("the audit itself failed; see the log",)
     assert bench.watch.withheld() == ""
 
@@ -264,7 +265,7 @@ def test_no_life_of_healthy_parts_is_ever_told(
 
 async def _life(actions: list[tuple[str, int, int]], slots: int, spares: int) -> None:
     bench = AuditBench(slots, spares, max_requests=4)
-    streams = []
+    streams: list[Stream] = []
     for action, a, b in actions:
         if action == "submit":
             with contextlib.suppress(RequestError):
