@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
             const="310b4",
             default="",
             metavar="BOARD",
-            help="a simulated board as the NPU (310b4, 310b1, 310p3, field or a TOML file)",
+            help="a simulated board as the NPU (310b4, 310b4-8gb, 310b1, 310p3, field, or TOML)",
         )
     twin = verbs.add_parser("twin", help="order faults and heat on the simulated board")
     twin.set_defaults(verb=_twin)
