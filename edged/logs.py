@@ -25,6 +25,8 @@ LEVELS = {
     "error": logging.ERROR,
 }
 STDERR_FD = 2
+NO_FILES = "socket.accept() out of system resource"  # how asyncio begins to say it
+NO_FILES_EVERY_S = 10.0
 PATIENCE_S = 0.05  # how long a line may wait for a slow reader; after a loss no line waits
 PIECE_BYTES = select.PIPE_BUF  # what poll(2) promises to take without blocking
 
@@ -42,6 +44,10 @@ def configure(level: str, fmt: Format = "auto", fd: int = STDERR_FD) -> None:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(threshold)
+    accepts = logging.getLogger("asyncio")
+    for known in [f for f in accepts.filters if isinstance(f, NoFiles)]:
+        accepts.removeFilter(known)
+    accepts.addFilter(NoFiles())
     # One line per request is the ingress's own business; aiohttp's would be a second one.
     logging.getLogger("aiohttp.access").setLevel(max(threshold, logging.WARNING))
     structlog.configure(
@@ -88,6 +94,26 @@ def _what_first(_: object, __: str, event: EventDict) -> EventDict:
     """When, how bad and what lead the line, for eyes that skim a journal."""
     first = {name: event[name] for name in ("timestamp", "level", "event") if name in event}
     return {**first, **event}
+
+
+class NoFiles(logging.Filter):
+    """asyncio tells that no connection can be accepted a hundred times a second, with a traceback
+    each: one line in a while says it, and what to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_s = float("-inf")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith(NO_FILES):
+            return True
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return False
+        self._next_s = now_s + NO_FILES_EVERY_S
+        record.msg = "no file is left to open, connections wait; raise LimitNOFILE (ulimit -n)"
+        record.args, record.exc_info = (), None
+        return True
 
 
 class Handler(logging.Handler):

@@ -236,3 +236,19 @@ structlog.get_logger().info("after the reader has gone")
     status = child.wait(60)
     child.stdout.close()
     assert status == 0
+
+
+def test_connections_that_find_no_file_cost_one_line_in_a_while(pipe: tuple[int, int]) -> None:
+    """asyncio says it a hundred times a second, with tracebacks; the log says it once, and what
+    to do. Its other words are as ever."""
+    logs.configure("info", "json", pipe[1])
+    for _ in range(100):
+        logging.getLogger("asyncio").error(
+            "socket.accept() out of system resource\nsocket: %s", 8, exc_info=OSError(24, "x")
+        )
+    logging.getLogger("asyncio").error("something else")
+    told = lines(pipe[0])
+    assert len(told) == 2, told
+    assert "LimitNOFILE" in told[0]["event"]
+    assert "exception" not in told[0]
+    assert told[1]["event"] == "something else"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Collection, Sequence
 
 import psutil
+
 from chaos.clients import Ask, Told
 from chaos.lab import Lab
-
 from edged.errors import TABLE
 
 GONE_S = 15.0  # for what is being closed
@@ -69,7 +70,7 @@ def expect_spans(told: Told) -> None:
     assert spans, told
     assert spans[0]["from_token"] == 0
     assert spans[0]["reason"] == "first"
-    for before, after in zip(spans, spans[1:], strict=False):
+    for before, after in itertools.pairwise(spans):
         assert before["to_token"] == after["from_token"], spans
         assert after["reason"] != "first", spans
     assert spans[-1]["to_token"] == told.tokens, spans

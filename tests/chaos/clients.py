@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import openai
+
 from chaos.truth import TOP_K
 
 ANSWER_S = 100.0  # longer than any hand-over; what is not answered by then is silence

@@ -20,12 +20,12 @@ from typing import Any
 import aiohttp
 import psutil
 from broker import Broker, broker
-from chaos.clients import Ask, Told, ask_http, ask_openai
-from chaos.mqtt import BROKER, Requester, requester
-from chaos.truth import Known, known
 from daemon import Daemon
 from tiny import Tiny
 
+from chaos.clients import Ask, Told, ask_http, ask_openai
+from chaos.mqtt import BROKER, Requester, requester
+from chaos.truth import Known, known
 from edged.models import ensure_exported
 from edged.twin import faults
 
@@ -179,8 +179,17 @@ class Lab:
         await client(self.daemon.url, heard)
         return heard
 
-    def crowd(self, asks: Sequence[Ask]) -> list[asyncio.Task[Told]]:
-        return [asyncio.create_task(self.ask(ask)) for ask in asks]
+    @contextlib.asynccontextmanager
+    async def crowd(self) -> AsyncIterator[asyncio.Future[list[Told]]]:
+        """Eight mixed streams; await what is given for all their answers."""
+        tasks = [asyncio.create_task(self.ask(ask)) for ask in self.home.crowd()]
+        answers = asyncio.gather(*tasks)
+        try:
+            yield answers
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(answers, *tasks, return_exceptions=True)
 
     async def begun(self, running: int, within_s: float = 20.0) -> None:
         """So many streams run in engines."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiomqtt
+
 from chaos.clients import Ask, Told
 
 NODE = "test"
@@ -45,20 +46,24 @@ class Requester:
             self._up.clear()
             await asyncio.sleep(0.2)
 
-    async def ask(self, id: str, ask: Ask) -> Told:
+    async def ask(self, id: str, ask: Ask, stream: bool = True) -> Told:
         """Sent once the broker has it; the answer comes when it comes."""
         told = self.told[id] = Told(ask)
         self.chunks[id] = {}
-        body = json.dumps(ask.body | {"id": id, "stream": True})
+        await self.publish(f"{ROOT}/req/generate", ask.body | {"id": id, "stream": stream})
+        return told
+
+    async def publish(self, topic: str, body: dict[str, Any]) -> None:
+        """Once the broker is there, and until it has taken it."""
         while True:
             await self._up.wait()
             assert self._client is not None
             try:
-                await self._client.publish(f"{ROOT}/req/generate", body, qos=1)
+                await self._client.publish(topic, json.dumps(body), qos=1)
             except aiomqtt.MqttError:
                 await asyncio.sleep(0.2)
                 continue
-            return told
+            return
 
     def _hear(self, body: dict[str, Any]) -> None:
         told = self.told.get(body["id"])
