@@ -12,26 +12,20 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import structlog
 
+from edged import chain as chains
 from edged import thermal, wire
 from edged.audit_facts import Sources
-from edged.core import Limits
-from edged.engine.factory import make_engines, make_overseer
-from edged.engine.links import make_links, make_upstream
-from edged.engine.overseer import Overseer
-from edged.engine.rungs import small_model_dir
-from edged.engine.upstream import UpstreamEngine
-from edged.engine.worker_engine import WorkerEngine
-from edged.errors import EngineFault, EngineUnavailable, Overheated
+from edged.chain import Chain, make_chain
+from edged.errors import Overheated
 from edged.guard.loop import Guard
 from edged.guard.view import view_figures
 from edged.ingress.http import HttpServer
 from edged.ingress.mqtt import MqttIngress
 from edged.ingress.prepare import Catalog
-from edged.manifest import check_small_model, foreign_models, shared_context_tokens
+from edged.manifest import shared_context_tokens
 from edged.metrics import Metrics
 from edged.queue import Queue
 from edged.reboot import Rebooter
@@ -63,13 +57,12 @@ class Parts:
     """What one daemon is made of."""
 
     text: TextModel
-    engines: tuple[WorkerEngine | UpstreamEngine, ...]
+    chain: Chain
     scheduler: Scheduler
     metrics: Metrics
     http: HttpServer
     mqtt: MqttIngress | None
     guard: Guard | None
-    overseer: Overseer
     watch: Watch
     status: Callable[[], Status]
 
@@ -90,10 +83,10 @@ async def run(
         await stack.enter_async_context(_running(parts.http))
         if parts.guard is not None:  # around the engines: no chip runs a moment without it
             await stack.enter_async_context(_running(parts.guard))
-        stack.push_async_callback(_stop_engines, parts.engines)
+        stack.push_async_callback(chains.stop, parts.chain)
         await stack.enter_async_context(watching(parts.watch, notifier, parts.status))
-        await stack.enter_async_context(_overseen(parts.overseer))
-        await _start_engines(config, parts.engines, stop)
+        await stack.enter_async_context(chains.overseen(parts.chain.overseer))
+        await chains.start(config, parts.chain, stop.asked)
         if not stop.asked.is_set():
             if parts.mqtt is not None:
                 await stack.enter_async_context(_running(parts.mqtt))
@@ -110,81 +103,26 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     """Make all parts; nothing runs yet. The wiring between them is all here."""
     text = TextModel.load(next(iter(model_dirs.values())), config.model.name)
     context_tokens = shared_context_tokens(model_dirs, config.model.context_tokens)
-    if config.npu.small_model and "npu" in model_dirs:
-        check_small_model(model_dirs["npu"], small_model_dir(config))
-    foreign = foreign_models(model_dirs, config.model.context_tokens)
     catalog = Catalog([text], config.generation, context_tokens)
-    twin = (
-        running_board(twin_folder(config), config.npu.twin, config.npu.twin_pace)
-        if config.npu.twin
-        else None
-    )
-    workers = make_engines(
-        config,
-        text.name,
-        model_dirs,
-        context_tokens,
-        twin_folder(config),
-        functools.partial(free_bytes, twin) if twin is not None else lambda: None,
-        foreign,
-    )
-    overseer = make_overseer(config, workers)
-    upstream = make_upstream(config)
-    links = make_links(config, workers, upstream, foreign, model_dirs)
-    named: dict[str, WorkerEngine | UpstreamEngine] = {engine.name: engine for engine in workers}
-    on_board = {*named, *({upstream.name} if upstream and upstream.on_board else ())}
-    if upstream is not None:
-        named[upstream.name] = upstream
-    engines = tuple(named[name] for name in config.engines.chain if name in named)
-
-    def set_limits(name: str, limits: Limits) -> None:
-        named[name].set_limits(limits)
-        if upstream is not None and name == workers[-1].name:  # the nearest to it of those ruled
-            upstream.set_limits(limits)
-
-    def end_streams() -> None:
-        scheduler.evict(on_board, Overheated("the chip stayed above its critical temperature"))
-
-    guard = None
-    if thermal.wanted(config):
-        guard = thermal.make_guard(
-            config,
-            model_dirs,
-            twin,
-            streams=lambda: {name: engine.health().running for name, engine in named.items()},
-            waiting=lambda: scheduler.load().waiting,
-            set_limits=set_limits,
-            end_streams=end_streams,
-        )
-    metrics = Metrics(config.node, text.name, _board_figures(config, twin, guard))
-    scheduler = Scheduler(
-        links,
-        {text.name: text},
-        Queue[Stream](config.queue.max_requests, config.queue.max_tokens, config.queue.aging_s),
-        on_finish=metrics.on_finish,
-        on_refuse=metrics.on_refuse,
-        on_leave=overseer.need,
-        on_move=metrics.stream_moves.add,
-    )
-
-    rebooter = Rebooter(config.recover, Path(config.state_dir), lambda: scheduler.load().running)
-    overseer.on_wedged = rebooter.look
-
-    def on_change() -> None:
-        overseer.review()  # first: an engine that it wakes is worth waiting for
-        scheduler.dispatch()
-
-    for engine in engines:
-        engine.on_change = on_change
-    for worker in workers:
+    twin = _twin(config)
+    free = functools.partial(free_bytes, twin) if twin is not None else lambda: None
+    chain = make_chain(config, text.name, model_dirs, context_tokens, twin_folder(config), free)
+    metrics = Metrics(config.node, text.name)
+    scheduler = _scheduler(config, text, chain, metrics)
+    guard = _guard(config, model_dirs, twin, chain, scheduler)
+    metrics.npu = _board_figures(config, twin, guard)
+    chain.on_change(scheduler.dispatch)
+    for worker in chain.workers:
         worker.on_move = functools.partial(metrics.ladder_moves.add, worker.name)
         worker.on_report = functools.partial(_on_report, metrics, guard, worker.name)
+    rebooter = Rebooter(config.recover, Path(config.state_dir), lambda: scheduler.load().running)
+    chain.overseer.on_wedged = rebooter.look
 
     def status() -> Status:
         return status_of(
             config.node,
             scheduler.load(),
-            tuple((engine.name, engine.health()) for engine in engines),
+            chain.healths(),
             asyncio.get_running_loop().time(),
             guard.view() if guard is not None else None,
             watch.found,
@@ -195,17 +133,58 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     mqtt = None
     if config.mqtt.url:
         mqtt = MqttIngress(config.mqtt, config.node, scheduler, catalog, metrics, status)
-    sources = Sources(
+    watch = Watch(_sources(scheduler, chain, http, mqtt), metrics)
+    return Parts(text, chain, scheduler, metrics, http, mqtt, guard, watch, status)
+
+
+def _scheduler(config: Config, text: TextModel, chain: Chain, metrics: Metrics) -> Scheduler:
+    queue = config.queue
+    return Scheduler(
+        chain.links,
+        {text.name: text},
+        Queue[Stream](queue.max_requests, queue.max_tokens, queue.aging_s),
+        on_finish=metrics.on_finish,
+        on_refuse=metrics.on_refuse,
+        on_leave=chain.overseer.need,
+        on_move=metrics.stream_moves.add,
+    )
+
+
+def _guard(
+    config: Config,
+    model_dirs: Mapping[str, Path],
+    twin: TwinState | None,
+    chain: Chain,
+    scheduler: Scheduler,
+) -> Guard | None:
+    """It never knows the scheduler: it gets what it may ask and what it may order."""
+    if not thermal.wanted(config):
+        return None
+    too_hot = Overheated("the chip stayed above its critical temperature")
+    return thermal.make_guard(
+        config,
+        model_dirs,
+        twin,
+        streams=chain.running,
+        waiting=lambda: scheduler.load().waiting,
+        set_limits=chain.set_limits,
+        end_streams=lambda: scheduler.evict(chain.on_board, too_hot),
+    )
+
+
+def _sources(
+    scheduler: Scheduler, chain: Chain, http: HttpServer, mqtt: MqttIngress | None
+) -> Sources:
+    """What the self-audit compares."""
+    return Sources(
         scheduler=scheduler,
-        links=links,
-        workers=workers,
-        upstream=upstream,
-        overseer=overseer,
+        links=chain.links,
+        workers=chain.workers,
+        upstream=chain.upstream,
+        overseer=chain.overseer,
         connections=lambda: http.connections,
         jobs=lambda: mqtt.inflight if mqtt is not None else 0,
     )
-    watch = Watch(sources, metrics)
-    return Parts(text, engines, scheduler, metrics, http, mqtt, guard, overseer, watch, status)
 
 
 def twin_folder(config: Config) -> Path:
@@ -243,57 +222,6 @@ async def _running(part: HttpServer | MqttIngress | Guard) -> AsyncIterator[None
         yield
     finally:
         await part.stop()
-
-
-@asynccontextmanager
-async def _overseen(overseer: Overseer) -> AsyncIterator[None]:
-    task = asyncio.create_task(overseer.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def _stop_engines(engines: tuple[WorkerEngine | UpstreamEngine, ...]) -> None:
-    await asyncio.gather(*(engine.stop() for engine in engines))
-
-
-async def _start_engines(
-    config: Config, engines: tuple[WorkerEngine | UpstreamEngine, ...], stop: StopSignal
-) -> None:
-    """Return when a stop is asked or enough is ready: one engine, the NPU where it is required.
-
-    The others keep trying behind it (mode degraded). Raises EngineUnavailable when none can
-    start, or the required one cannot.
-    """
-    required = {"npu"} if config.npu.required else set()
-    starts = {asyncio.create_task(engine.start()): engine.name for engine in engines}
-    stopping = asyncio.create_task(stop.asked.wait())
-    pending: set[asyncio.Task[Any]] = {*starts, stopping}
-    ready: set[str] = set()
-    failed: dict[str, EngineFault] = {}
-    try:
-        while not stop.asked.is_set() and not (ready and required <= ready):
-            done, pending = await asyncio.wait(
-                pending, timeout=config.engines.start_timeout_s, return_when="FIRST_COMPLETED"
-            )
-            if not done:
-                raise EngineUnavailable("no engine became ready in time; see the worker's log")
-            for task in done - {stopping}:
-                try:
-                    task.result()
-                    ready.add(starts[task])
-                except EngineFault as fault:
-                    failed[starts[task]] = fault
-            for name in required & failed.keys():
-                raise EngineUnavailable(f"{name}.required is set and {failed[name]}")
-            if len(failed) == len(engines):
-                raise EngineUnavailable("; ".join(map(str, failed.values())))
-    finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
 
 
 async def _drain(config: Config, parts: Parts, stop: StopSignal, notifier: Notifier) -> None:

@@ -120,11 +120,9 @@ class Pace:
 class Metrics(Collector):
     """One per daemon; the methods named on_* are hooks for the scheduler and the engines."""
 
-    def __init__(
-        self, node: str, model: str, npu: Callable[[], Mapping[str, float]] = dict
-    ) -> None:
-        """npu: figures of the accelerator by metric name; counters end in _total."""
-        self._npu = npu
+    def __init__(self, node: str, model: str) -> None:
+        # Figures of the accelerator by metric name; counters end in _total.
+        self.npu: Callable[[], Mapping[str, float]] = dict
         self._build = {"version": __version__, "node": node, "model": model}
         self._status: Status | None = None
         self.requests = Counter(
@@ -232,7 +230,7 @@ class Metrics(Collector):
         yield InfoMetricFamily("edged_build", "What runs here.", self._build)
         yield _gauge("edged_mqtt_connected", "1 while the broker is there.", self.mqtt_connected)
         yield _gauge("edged_loop_lag_seconds", "How late the last audit ran.", self.loop_lag_s)
-        board = dict(self._npu())
+        board = dict(self.npu())
         tokens, joules = self.tokens_per_request(), board.get(_JOULES_PER_TOKEN)
         if tokens is not None and joules is not None:
             board["edged_guard_energy_joules_per_request"] = joules * tokens

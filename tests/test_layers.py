@@ -53,6 +53,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "worker": ("wire", "text.constraint"),
     "worker.om.binding": ("worker", "twin.acl"),  # the simulated board, reached as `acl`
     "guard": (),
+    "chain": ("engine", "manifest"),
     "check": ("thermal", "guard", "twin"),
     "model_dirs": ("models", "twin.boards"),
     "thermal": ("guard", "twin", "wire", "manifest"),
