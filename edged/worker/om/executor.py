@@ -24,7 +24,7 @@ from edged.worker.plan import Gears
 from edged.worker.rules import log
 
 _WINDOWS = 32  # prepared input sets kept, one per window of slots and context
-_STARVED_STEPS = 3  # in a row without memory, before the worker gives up
+_STARVED_STEPS = 2  # in a row without memory: tried once more, then the worker gives up
 
 
 class OmExecutor:
