@@ -26,6 +26,8 @@ class Notifier:
     def __init__(self, address: str = "", watchdog_interval_s: float | None = None) -> None:
         self.address = address
         self.watchdog_interval_s = watchdog_interval_s
+        # Kept for the life of the process: one that has no descriptor left is still alive.
+        self._file: int | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Notifier:
@@ -59,9 +61,14 @@ class Notifier:
             return False  # none, or a transport (vsock) we do not speak
         address = "\0" + self.address[1:] if self.address[0] == "@" else self.address
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            if self._file is None:
+                self._file = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).detach()
+            sock = socket.socket(fileno=self._file)
+            try:
                 sock.setblocking(False)
                 sock.sendto(message.encode("utf-8", "replace"), address)
+            finally:
+                sock.detach()
         except (OSError, ValueError):  # gone, full, path too long, NUL in the path
             return False
         return True

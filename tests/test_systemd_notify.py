@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import secrets
 import socket
 import subprocess
@@ -96,6 +97,22 @@ def test_a_manager_that_goes_away_or_stops_reading_never_hurts(tmp_path: Path) -
             taken += 1
         assert taken > 0
     assert not notifier.watchdog()
+
+
+def test_a_process_without_a_descriptor_left_is_still_alive(
+    manager: socket.socket, notifier: Notifier
+) -> None:
+    """At the limit of open files the watchdog is fed as before."""
+    notifier.status("started")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        assert notifier.watchdog()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [received(manager), received(manager)] == ["STATUS=started", "WATCHDOG=1"]
 
 
 def test_watchdog_is_fed_twice_per_period() -> None:
