@@ -80,10 +80,20 @@ def _mode(
     hot = guard.reason if guard is not None and guard.mode == "throttled" else ""
     missing = [(n, h) for n, h in engines if h.state != "ready" and not h.standby]
     if not missing:
-        return ("throttled", hot) if hot else ("normal", "all engines are ready")
+        return ("throttled", hot) if hot else ("normal", _smaller(engines))
     reason = "; ".join(f"{name} is {_state(health)}" for name, health in missing)
     alive = any(health.state in ("ready", "starting") for _, health in engines)
     return ("degraded" if alive else "fault"), f"{reason}; {hot}" if hot else reason
+
+
+def _smaller(engines: Sequence[tuple[str, Health]]) -> str:
+    """All serve; those that had to step down say so."""
+    notes = [
+        f"{name} runs with {health.rung} ({health.reason})"
+        for name, health in engines
+        if health.rung_number > 0
+    ]
+    return "; ".join(["all engines are ready", *notes])
 
 
 def _state(health: Health) -> str:

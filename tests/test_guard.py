@@ -347,6 +347,15 @@ def test_status_says_throttled_only_while_all_engines_serve() -> None:
     assert told["sensors"][0]["in_use"] is True
 
 
+def test_an_engine_on_a_lower_rung_says_so() -> None:
+    """The node is normal, and the reason names what the engine had to give up and why."""
+    quiet = Load(waiting=0, running=0, oldest_wait_s=0.0, draining=False)
+    small = Health("ready", rung="4 slots", rung_number=1, reason="out of memory")
+    told = status_of("n", quiet, [("npu", small)], 1.0)
+    assert (told.mode, told.ready) == ("normal", True)
+    assert told.reason == "all engines are ready; npu runs with 4 slots (out of memory)"
+
+
 def test_a_node_that_is_too_hot_is_not_ready() -> None:
     """Readiness goes off while no engine admits anything."""
     quiet = Load(waiting=0, running=0, oldest_wait_s=0.0, draining=False)
