@@ -54,9 +54,11 @@ class Home:
     known: list[Known]
     states: Iterator[int] = field(default_factory=itertools.count)
 
-    def state_dir(self) -> Path:
-        made = self.folder / f"state{next(self.states)}"
-        made.mkdir()
+    def state_dir(self, made: Path | None = None) -> Path:
+        """A folder for one daemon at a time; models are exported once for all."""
+        if made is None:
+            made = self.folder / f"state{next(self.states)}"
+            made.mkdir()
         (made / "models").symlink_to(self.folder / "models")
         return made
 
@@ -246,9 +248,11 @@ def make_daemon(
 
 
 @contextlib.asynccontextmanager
-async def lab(home: Home, *sets: str, redirect: str = "") -> AsyncIterator[Lab]:
+async def lab(
+    home: Home, *sets: str, redirect: str = "", state_dir: Path | None = None
+) -> AsyncIterator[Lab]:
     """Everything up and idle; gone afterwards with all processes, whatever happened."""
-    state_dir = home.state_dir()
+    state_dir = home.state_dir(state_dir)
     with broker(BROKER) as mosquitto:
         made: Lab | None = None
         daemon = make_daemon(home, mosquitto, state_dir, sets, redirect)
