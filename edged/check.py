@@ -12,14 +12,28 @@ import msgspec
 import psutil
 
 from edged import thermal
+from edged.engine.links import make_upstream
 from edged.guard.levers.check import check as check_levers
 from edged.guard.sensors.check import lines as sensor_lines
+from edged.ingress.http.keys import ApiKeys
+from edged.ingress.mqtt.dial import dial_of
+from edged.ingress.mqtt.topics import check_names
 from edged.settings import Config
 from edged.twin.figures import board_at
 from edged.twin.lever import twin_levers
 from edged.twin.sensor import TwinSensor
 
 _GIB = 1 << 30
+
+
+def files(config: Config) -> None:
+    """Read every file the configuration names, models apart. Raises ConfigError with the key."""
+    if config.http.api_keys_file:
+        ApiKeys.load(config.http.api_keys_file)
+    check_names(config.mqtt.base, config.mqtt.reply_allow)
+    if config.mqtt.url:
+        dial_of(config.mqtt, config.node, "")
+    make_upstream(config)
 
 
 async def lines(config: Config) -> list[str]:

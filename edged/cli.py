@@ -102,7 +102,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_config(arguments: argparse.Namespace) -> int:
+    from edged import check
+
     checked = config.load(arguments.config, tuple(arguments.sets))
+    check.files(checked)
     print(f"configuration is good; node {checked.node}, state in {checked.state_dir}")
     return EX_OK
 

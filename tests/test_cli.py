@@ -47,6 +47,9 @@ def test_an_error_keeps_its_code_when_nobody_reads_it() -> None:
         (("run", "--set", "model.path=~no-such-user/x"), 78),
         (("check-config", "--set", "http.port=1"), 0),
         (("check-config", "--set", "http.port=x"), 78),
+        (("check-config", "--set", "http.api_keys_file=/nowhere/keys"), 78),
+        (("check-config", "--set", "mqtt.base=#"), 78),
+        (("check-config", "--set", "mqtt.reply_allow=['a/#/b']"), 78),
     ],
 )
 def test_exit_codes(words: tuple[str, ...], code: int) -> None:

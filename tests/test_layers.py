@@ -54,7 +54,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "worker.om.binding": ("worker", "twin.acl"),  # the simulated board, reached as `acl`
     "guard": (),
     "chain": ("engine", "manifest"),
-    "check": ("thermal", "guard", "twin"),
+    "check": ("thermal", "guard", "twin", "ingress", "engine.links"),
     "model_dirs": ("models", "twin.boards"),
     "thermal": ("guard", "twin", "wire", "manifest"),
     "twin": ("scheduler", "queue", "ladder", "guard", "worker.plan", "worker.even_pace", "wire"),
