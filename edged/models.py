@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -111,7 +113,21 @@ def ensure_exported(
         if not (folder / MANIFEST_FILE).is_file():
             progress(f"exporting {source}, once")
             _export(source, folder, ("--dtype", dtype, "--target", target, *more), lock)
+            _drop_older(folder)
     return folder
+
+
+def _drop_older(folder: Path) -> None:
+    """Exports of older exporters of the same name and form: nothing asks for them again."""
+    prefix = folder.name.rpartition("-")[0]
+    for other in folder.parent.glob(f"{glob.escape(prefix)}-*/{MANIFEST_FILE}"):
+        try:
+            made_by = json.loads(other.read_bytes()).get("exporter_version", 0)
+        except (OSError, ValueError, AttributeError):
+            continue  # not ours to judge
+        same = other.parent.name.rpartition("-")[0] == prefix
+        if same and isinstance(made_by, int) and made_by < EXPORTER_VERSION:
+            shutil.rmtree(other.parent, ignore_errors=True)
 
 
 def _words(more: Sequence[str]) -> list[str]:

@@ -197,3 +197,26 @@ def test_a_missing_source_says_the_next_step(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(models.ModelError, match="cannot read model"):
         models.ensure_exported(tmp_path / "file" / "x.gguf", tmp_path, "int8")
+
+
+def test_exports_of_older_exporters_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an upgrade what the old exporter made of the same name and form is removed; other
+    forms, other names, newer ones and damaged folders stay."""
+    place = Place(tmp_path)
+    place.go()
+    monkeypatch.setattr(sys, "executable", str(place.exporter))
+    exported = models.model_dir_for(place.source, place.state, "int8").parent
+    kept = {"model-fp32-cpu-0123456789": 1, "other-int8-cpu-0123456789": 1}
+    kept |= {
+        "model-int8-cpu-aaaaaaaaaa": models.EXPORTER_VERSION,
+        "model-int8-cpu-bbbbbbbbbb": None,
+    }
+    for name, version in {**kept, "model-int8-cpu-0123456789": 1}.items():
+        (exported / name).mkdir(parents=True)
+        text = "{" if version is None else f'{{"exporter_version": {version}}}'
+        (exported / name / models.MANIFEST_FILE).write_text(text, encoding="utf-8")
+
+    target = models.ensure_exported(place.source, place.state, "int8")
+    assert place.left() == sorted([*kept, target.name])
