@@ -125,7 +125,7 @@ def _drop_older(folder: Path) -> None:
             made_by = json.loads(other.read_bytes()).get("exporter_version", 0)
         except (OSError, ValueError, AttributeError):
             continue  # not ours to judge
-        same = other.parent.name.rpartition("-")[0] == prefix
+        same = other.parent != folder and other.parent.name.rpartition("-")[0] == prefix
         if same and isinstance(made_by, int) and made_by < EXPORTER_VERSION:
             shutil.rmtree(other.parent, ignore_errors=True)
 
