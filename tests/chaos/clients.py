@@ -146,9 +146,8 @@ async def ask_openai(base: str, told: Told) -> None:
                 return
             options = {"include_usage": True}
             finish = ""
-            async for chunk in await api.completions.create(
-                **common, stream=True, stream_options=options
-            ):
+            create: Any = api.completions.create
+            async for chunk in await create(**common, stream=True, stream_options=options):
                 told.facts(chunk.model_dump())
                 for choice in chunk.choices:
                     finish = choice.finish_reason or finish
