@@ -133,7 +133,7 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     mqtt = None
     if config.mqtt.url:
         mqtt = MqttIngress(config.mqtt, config.node, scheduler, catalog, metrics, status)
-    watch = Watch(_sources(scheduler, chain, http, mqtt), metrics)
+    watch = Watch(_sources(scheduler, chain, http, mqtt, guard), metrics)
     return Parts(text, chain, scheduler, metrics, http, mqtt, guard, watch, status)
 
 
@@ -173,7 +173,11 @@ def _guard(
 
 
 def _sources(
-    scheduler: Scheduler, chain: Chain, http: HttpServer, mqtt: MqttIngress | None
+    scheduler: Scheduler,
+    chain: Chain,
+    http: HttpServer,
+    mqtt: MqttIngress | None,
+    guard: Guard | None,
 ) -> Sources:
     """What the self-audit compares."""
     return Sources(
@@ -184,6 +188,7 @@ def _sources(
         overseer=chain.overseer,
         connections=lambda: http.connections,
         jobs=lambda: mqtt.inflight if mqtt is not None else 0,
+        guarded_s=lambda: guard.looked_s if guard is not None else None,
     )
 
 

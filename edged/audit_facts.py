@@ -22,13 +22,14 @@ from edged.engine.worker_engine import WorkerEngine
 from edged.scheduler import Running, Scheduler, Stream
 
 _LOOK_S = 5.0  # for the overseer, who looks each second
+_ROUND_S = 120.0  # for the guard: its period is a minute at most, its sensors may be slow
 _WRITER = "Sse._ping"  # one for each stream of server-sent events
 
 
 @dataclass(frozen=True)
 class Sources:
     """Where the facts are. links: the chain as the scheduler sees it; connections, jobs: open
-    HTTP connections, MQTT requests in flight."""
+    HTTP connections, MQTT requests in flight; guarded_s: when the guard's last round began."""
 
     scheduler: Scheduler
     links: Sequence[Link]
@@ -37,6 +38,7 @@ class Sources:
     overseer: Overseer | None
     connections: Callable[[], int]
     jobs: Callable[[], int]
+    guarded_s: Callable[[], float | None] = lambda: None
 
 
 def collect(sources: Sources, now_s: float) -> Facts:
@@ -140,6 +142,8 @@ def obligations(sources: Sources, now_s: float) -> Iterator[Obligation]:
         yield Obligation("proof of the upstream server", not sources.upstream.lost)
     if sources.overseer is not None and sources.overseer.looked_s is not None:
         yield Obligation("the overseer's look", True, sources.overseer.looked_s + _LOOK_S)
+    if (guarded_s := sources.guarded_s()) is not None:
+        yield Obligation("the guard's round", True, guarded_s + _ROUND_S)
     yield from _of_streams(sources, now_s)
 
 

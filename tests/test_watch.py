@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import socket
@@ -25,7 +26,7 @@ from edged.engine.worker_engine import WorkerEngine
 from edged.ladder import Rules
 from edged.status import Status
 from edged.systemd import Notifier
-from edged.watch import AUDIT_WITHIN_S, watching, why_withheld
+from edged.watch import AUDIT_WITHIN_S, Watch, watching, why_withheld
 
 STATUS = Status("n", "1", "normal", "all engines are ready", True)
 
@@ -153,6 +154,20 @@ async def test_a_restart_that_is_overdue_withholds() -> None:
         bench.watch.look()
         assert (second < 9) == (bench.watch.withheld() == "")
     assert "fake: start: due" in bench.watch.withheld()
+
+
+@virtual
+async def test_a_guard_that_stands_still_withholds() -> None:
+    """Nobody looks after the chip's heat any more: that is worth a restart of the daemon."""
+    bench = AuditBench()
+    round_s = asyncio.get_running_loop().time()
+    sources = dataclasses.replace(bench.sources(int, int), guarded_s=lambda: round_s)
+    watch = Watch(sources, bench.metrics)
+    for second in range(130):
+        await asyncio.sleep(1)
+        watch.look()
+        assert second > 120 or watch.withheld() == ""
+    assert "the guard's round: due" in watch.withheld()
 
 
 # --- real workers that hang -----------------------------------------------------------------------

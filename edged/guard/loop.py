@@ -85,6 +85,7 @@ class Guard:
         self._critical_s: float | None = None  # since when
         self._ended = False  # streams were ended since then
         self._view = View()
+        self.looked_s: float | None = None  # loop time at which the last round began
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -114,6 +115,7 @@ class Guard:
         loop = asyncio.get_running_loop()
         next_s = loop.time()
         while True:
+            self.looked_s = loop.time()
             try:
                 await self._hub.sample(self._view.load.busy_ratio)
                 self._tick(loop.time())
