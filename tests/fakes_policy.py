@@ -56,7 +56,9 @@ class Bench(Generic[State]):
             reading = Reading("bench", self.now_s, temperature_c, self.mhz)
         return Seen(self.now_s, reading, load)
 
-    def tick(self, demand: int, blind: bool = False, ambient_c: float = 30.0) -> Decision:
+    def tick(
+        self, demand: int, blind: bool = False, ambient_c: float = 30.0, quantum_c: float = 0.1
+    ) -> Decision:
         """One second of heat, then one decision."""
         batch = min(demand, 8, self.limits.max_batch)
         power_w = FIELD.power.idle_w
@@ -65,7 +67,7 @@ class Bench(Generic[State]):
             power_w += self.limits.duty * (busy_w - power_w)
         self.heat = replace(self.heat, ambient_c=ambient_c).advance(1.0, power_w)
         self.now_s += 1.0
-        temperature_c = None if blind else round(self.heat.temperature_c * 10) / 10
+        temperature_c = None if blind else round(self.heat.temperature_c / quantum_c) * quantum_c
         seen = self.seen(demand, temperature_c)
         self.state, decision = self.step(self.settings, self.levers, self.state, seen)
         self.taken.append((self.now_s, decision))

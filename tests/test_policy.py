@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from fakes_policy import LEVERS, SETTINGS, Bench, order, predicted_w
+from fakes_policy import FIELD, LEVERS, SETTINGS, Bench, order, predicted_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -156,6 +156,43 @@ def test_the_model_policy_settles_just_under_the_limit(levers: Levers) -> None:
     assert bench.limits.max_batch >= 7
 
 
+@pytest.mark.parametrize("warm_c", [66.0, 72.0, 79.0, 86.0])
+def test_a_wrong_first_guess_of_the_clock_does_not_last(warm_c: float) -> None:
+    """However warm the chip is when the guard starts, after ten minutes it runs at the clock and
+    batch that are the best under the limit, and a chip that is only warm is not called hopeless."""
+    bench = model_bench()
+    bench.heat = bench.heat.settled((warm_c - bench.heat.ambient_c) / 6.0)
+    for _ in range(600):
+        decision = bench.tick(8)
+    assert order(decision)[:2] == (500, 8)
+    assert order(decision)[2] > 0.85
+    assert "idles" not in decision.reason
+
+
+def test_a_rounding_sensor_does_not_show_between_tokens() -> None:
+    """Once settled, whole-degree readings move the duty by less than 3 % from one to the next,
+    so the time between tokens stays even."""
+    bench = model_bench()
+    duties = []
+    for _ in range(900):
+        bench.tick(8, quantum_c=1.0)
+        duties.append(bench.limits.duty)
+    late = duties[600:]
+    assert max(abs(b - a) / a for a, b in itertools.pairwise(late)) < 0.03
+
+
+def test_an_urgent_reading_still_lowers_the_duty_at_once() -> None:
+    """Smoothing delays nothing that matters: above limit + urgent the floor follows at once."""
+    bench = model_bench()
+    for _ in range(600):
+        bench.tick(8)
+    before = bench.limits.duty
+    bench.now_s += 1.0
+    _, decision = policy_model.step(SETTINGS, LEVERS, bench.state, bench.seen(8, 83.5))
+    assert before > 0.5
+    assert order(decision)[2] == DUTY_FLOOR
+
+
 def test_a_stuck_sensor_is_noticed() -> None:
     """A value that does not follow the load counts as no reading; a moving one is believed."""
     bench = model_bench()
@@ -191,6 +228,20 @@ def test_a_board_that_idles_above_the_limit_is_told_apart() -> None:
     assert "idles at 8" in decision.reason
     assert "raise the fan" in decision.reason
     assert decision.limits[NPU].admit
+
+
+def test_a_board_that_idles_just_below_the_limit_has_nothing_to_give() -> None:
+    """43 °C around it, idle at 79: lowest clock, batch 1, floor duty and the reason, and no
+    higher clock in between."""
+    bench = model_bench()
+    bench.heat = replace(bench.heat, ambient_c=43.0).settled(FIELD.power.idle_w)
+    for _ in range(30):
+        bench.tick(0, ambient_c=43.0)
+    for _ in range(60):
+        decision = bench.tick(8, ambient_c=43.0)
+        assert order(decision) == (400, 1, DUTY_FLOOR)
+    assert decision.mode == "throttled"
+    assert "idles at 79 °C" in decision.reason
 
 
 def test_a_model_that_explains_nothing_gives_way_to_the_base_rule() -> None:

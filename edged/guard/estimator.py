@@ -212,7 +212,7 @@ class HeatFilter:
         for i in (2, 3):
             for j in (0, 1):
                 lines[i][j] = lines[j][i]
-        return replace(self, means=_possible(means), spread=_frozen(lines), misfit=misfit, fit=fit)
+        return HeatFilter(self.tau_s, _possible(means), _frozen(lines), misfit, fit, self.span_s)
 
     def _jumped(self, surprise: float) -> HeatFilter:
         """The offset has moved, and the temperature has followed since the last reading."""

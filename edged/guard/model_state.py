@@ -16,7 +16,7 @@ from edged.guard.outlook import Outlook
 from edged.guard.policy import DUTY_FLOOR, Levers, Seen, Settings
 
 _MARGIN_C = 0.15  # below the limit, at least; half a sensor step if that is more
-_COARSE = 0.3  # of a sensor step: rounded readings then change between two values, which tells most
+_COARSE = 0.25  # of a sensor step: rounded readings then change between two values, telling most
 _RIPPLE, _SMOOTH_C = 0.015, 18.0  # and this share of the rise at full duty, where it is steep
 
 

@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for s in chosen
     ]
     if not all(plotted):
-        print("no pictures: install matplotlib to get one per scenario", file=sys.stderr)
+        print(f"no pictures: {lab_report.NO_PLOT}", file=sys.stderr)
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from edged.twin.lab_run import Outcome, Sample
 
+NO_PLOT = "matplotlib is missing, install the extra `lab` (pip install 'edged[lab]')"
 Figures = dict[str, float | int | None]
 FIGURES = (
     "tokens_per_s",
