@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 LOOKS = 3  # audits in a row, one a second, before a difference counts
 CANCEL_S = 60.0  # a cancelled run may keep the slot of a busy worker: longer than any step
@@ -49,8 +50,7 @@ class EngineFacts:
     up: bool = False
 
 
-@dataclass(frozen=True)
-class StreamFacts:
+class StreamFacts(NamedTuple):  # one per stream and second: made in a quarter of the time
     """written_by: the engine whose run it reads; "" = it waits. driven: a task drains that run.
     held: the engine knows of the run."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from edged import census
@@ -167,8 +167,11 @@ def of_worker(engine: WorkerEngine) -> Iterator[Obligation]:
 
 def _of_streams(sources: Sources, now_s: float) -> Iterator[Obligation]:
     healths = [(link, link.health()) for link in sources.links]
-    ready = [link for link, now in healths if now.state == "ready" and now.admits]
-    open_names = {link.name for link in ready if link.capacity() > 0}
+    serving = [(link, now) for link, now in healths if now.state == "ready" and now.admits]
+    ready = [link for link, _ in serving]
+    newcomers = {link.name for link, now in serving if now.newcomers}
+    has_slot = {link.name for link in ready if link.capacity() > 0}
+    coming = [link for link, now in healths if now.state != "off"]
     for stream, running in sources.scheduler.streams.items():
         due_s = stream.request.deadline_s
         if due_s is not None and due_s < now_s:
@@ -176,12 +179,17 @@ def _of_streams(sources: Sources, now_s: float) -> Iterator[Obligation]:
         if running is not None:
             continue
         what = "start" if stream.moves is None else "hand-over"
-        suiting = [link for link in ready if stream.suits(link)]
-        if stream.moves is None:
-            suiting = [link for link in suiting[:1] if link.health().newcomers]
-        if any(link.name in open_names for link in suiting):
+        if has_slot and not has_slot.isdisjoint(_open_to(stream, ready, newcomers)):
             where = "an engine has a slot for it"
             yield Obligation(f"{what} of stream {stream.request.id}: {where}", False)
-        elif not any(now.state != "off" and stream.suits(link) for link, now in healths):
+        elif not any(map(stream.suits, coming)):
             where = "no engine will take it"
             yield Obligation(f"{what} of stream {stream.request.id}: {where}", False)
+
+
+def _open_to(stream: Stream, ready: Sequence[Link], newcomers: Collection[str]) -> list[str]:
+    """Names of the engines that the scheduler would start it on, were there a slot."""
+    suiting = [link.name for link in ready if stream.suits(link)]
+    if stream.moves is not None:
+        return suiting
+    return [name for name in suiting[:1] if name in newcomers]
