@@ -13,7 +13,7 @@ from fakes import LetterText, request
 from fakes_ladder import MIB, Board, running, until
 
 from edged import wire
-from edged.core import Delta, Finish
+from edged.core import Delta, Finish, Limits
 from edged.engine.causes import cause_of, cause_of_exit
 from edged.engine.repetition import Repetition
 from edged.errors import EngineFault
@@ -84,6 +84,22 @@ async def test_a_climb_lets_running_streams_end_where_they_are() -> None:
         _, finish = await stream
         assert (finish.reason, names(finish)) == ("length", ["npu"])
         await until(lambda: board.npu.health().slots == 8)
+
+
+async def test_limits_reach_a_worker_that_waits_for_its_last_streams() -> None:
+    """A chip that gets hot while a climb waits is cooled all the same: its old worker obeys."""
+    async with running(Board()) as board:
+        await ready(board)
+        batches: list[int] = []
+        board.npu.on_report = lambda report: batches.append(report.batch)
+        board.npu.press("little memory")
+        await until(lambda: board.npu.health().state == "ready" and board.npu.health().slots == 4)
+        stream = asyncio.create_task(read(board.scheduler.submit(request(max_tokens=150))))
+        await until(lambda: "its streams end" in board.npu.health().detail)
+        board.npu.set_limits(Limits(3))
+        _, finish = await stream
+        assert names(finish) == ["npu"]
+        assert 3 in batches
 
 
 async def test_memory_pressure_steps_down_before_the_kernel_kills() -> None:

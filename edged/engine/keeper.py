@@ -107,6 +107,11 @@ class Keeper:
         return self._due_s
 
     @property
+    def serves(self) -> bool:
+        """A loaded worker is there for its streams, be it only until they end."""
+        return self.state == "ready" or self._drain_until_s is not None
+
+    @property
     def drain_until_s(self) -> float | None:
         """Loop time at which a climb no longer waits for its streams."""
         return self._drain_until_s

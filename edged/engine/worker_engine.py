@@ -82,7 +82,7 @@ class WorkerEngine:
     def set_limits(self, limits: Limits) -> None:
         self._limits = limits
         life = self.keeper.life
-        if self.keeper.state == "ready" and life is not None:
+        if self.keeper.serves and life is not None:
             life.send(frames.set_limits(limits))
             self._expect_step()
             self.on_change()
