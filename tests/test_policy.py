@@ -181,6 +181,17 @@ def test_a_rounding_sensor_does_not_show_between_tokens() -> None:
     assert max(abs(b - a) / a for a, b in itertools.pairwise(late)) < 0.03
 
 
+def test_full_duty_is_reached_again() -> None:
+    """After a hot hour in a cool room nothing is held back any more and the mode says normal."""
+    bench = model_bench()
+    for _ in range(300):
+        bench.tick(8)
+    for _ in range(300):
+        decision = bench.tick(1, ambient_c=15.0)
+    assert order(decision)[2] == 1.0
+    assert decision.mode == "normal"
+
+
 def test_an_urgent_reading_still_lowers_the_duty_at_once() -> None:
     """Smoothing delays nothing that matters: above limit + urgent the floor follows at once."""
     bench = model_bench()

@@ -22,7 +22,8 @@ __all__ = ["ModelState", "start", "step"]
 
 _BRAKE = 3.0  # °C taken off the headroom per °C above the target
 _PUSH = 0.15  # °C added to it per °C below
-_PART, _FAR = 0.2, 0.08  # of the way to the wanted duty per reading; all of it from this far on
+_EASE_S, _FAR = 5.0, 0.08  # the duty eases to where it should be, or is there at once if so far
+_FULL = 0.99  # from here on full duty is full
 _WARM_C, _WARM_STEPS = 0.1, 0.4  # so far above the target, and so many sensor steps: at once
 _FAN_STEP, _FAN_UP_S, _FAN_DOWN_S = 0.1, 2.0, 60.0
 
@@ -60,13 +61,13 @@ def step(
     if temperature_c >= settings.critical_c or seen.now_s < state.fallback_s:
         return _by_base_rule(settings, levers, state, seen)
     state = replace(state, base=replace(state.base, critical=False))
-    state = _trimmed(settings, levers, state, temperature_c)
+    state = _trimmed(settings, levers, state, temperature_c, dt_s)
     state = _with_fan(settings, levers, state, seen)
     return _answer(settings, levers, state, seen, temperature_c)
 
 
 def _trimmed(
-    settings: Settings, levers: Levers, state: ModelState, temperature_c: float
+    settings: Settings, levers: Levers, state: ModelState, temperature_c: float, dt_s: float
 ) -> ModelState:
     """The duty whose steady temperature is the target, less when the chip is above it."""
     assert state.heat is not None
@@ -77,20 +78,23 @@ def _trimmed(
     headroom_c -= _BRAKE * over_c + _PUSH * (error_c - over_c)
     full_c = rise_c(levers, state, gear_mhz(levers, state), state.batch)
     aim = min(1.0, max(DUTY_FLOOR, headroom_c / full_c))
-    duty = _smoothed(state.duty, aim, over_c > _WARM_C + _WARM_STEPS * state.quantum_c)
+    warm = over_c > _WARM_C + _WARM_STEPS * state.quantum_c
+    duty = _eased(state.duty, aim, warm, dt_s)
     state = replace(state, full_c=full_c)
     if temperature_c > settings.limit_c + settings.urgent_c or state.hopeless:
         duty = DUTY_FLOOR
     return replace(state, duty=duty)
 
 
-def _smoothed(duty: float, aim: float, warm: bool) -> float:
+def _eased(duty: float, aim: float, warm: bool, dt_s: float) -> float:
     """Part of the way to the aim, so that a sensor's steps do not show between two tokens; all
-    of it when it is far, and down when the chip is too warm. Not higher for a lower aim."""
+    of it when it is far, and down when the chip is too warm. Never lower for a higher aim."""
     change = aim - duty
     if abs(change) > _FAR * duty or (change < 0 and warm):
         return aim
-    return duty + _PART * change
+    if aim >= 1.0 and duty > _FULL:
+        return 1.0
+    return duty + min(1.0, dt_s / _EASE_S) * change
 
 
 def _with_fan(settings: Settings, levers: Levers, state: ModelState, seen: Seen) -> ModelState:
