@@ -103,8 +103,10 @@ class Scheduler:
     def _refusal(self, request: Request, now_s: float) -> RequestError | None:
         if self._draining:  # 1
             return RequestError("shutting_down", "the node is shutting down", retry_after_s=5)
-        states = {engine.health().state for engine in self._engines}
-        self._ever_ready = self._ever_ready or "ready" in states
+        healths = [engine.health() for engine in self._engines]
+        states = {health.state for health in healths}
+        best = "ready" if "ready" in states else "starting"
+        self._ever_ready = self._ever_ready or best == "ready"
         if "ready" not in states:  # 2
             if "starting" in states and not self._ever_ready:
                 return RequestError("model_loading", "the model is loading", retry_after_s=5)
@@ -112,7 +114,7 @@ class Scheduler:
                 detail = "; ".join(f"{e.name}: {e.health().detail}" for e in self._engines)
                 message = f"no engine can serve now ({detail})"
                 return RequestError("engine_unavailable", message, retry_after_s=10)
-        elif not any(e.health().admits for e in self._engines if e.health().state == "ready"):
+        if best in states and not any(h.admits for h in healths if h.state == best):
             message = "the chip is too hot to serve; ask again when it has cooled down"
             return RequestError("thermal_shutdown", message, retry_after_s=60)
         lacks = [unsuited(engine, request) for engine in self._engines]
@@ -189,9 +191,13 @@ class Scheduler:
         self._queue.push(Waiting(stream.request, now_s, stream, first=True))
 
     def evict(self, engines: Collection[str], fault: EngineFault) -> None:
-        """Take every stream off these engines for good: it goes on with another or ends failed."""
+        """Take every stream off these engines for good, and let none wait for them: it goes on
+        with another or ends failed."""
         for stream, running in list(self._streams.items()):
-            if running is None or stream.engine not in engines:
+            if running is None:
+                stream.left.update(dict.fromkeys(engines, fault))  # dispatch ends it if need be
+                continue
+            if stream.engine not in engines:
                 continue
             running.task.cancel()
             running.run.close()

@@ -189,13 +189,15 @@ def test_a_lost_sensor_counts_as_hot_after_its_grace() -> None:
 
 
 def test_above_critical_nothing_runs_and_streams_end_once() -> None:
-    """At 90 °C batch 0 and no admission on every engine; after the wait streams are ended, once."""
+    """At 90 °C batch 0 and no admission on every engine; after the wait streams are ended, and
+    after another one those that came to wait since."""
     rig = Rig(60.0, 90.0).run(25.0)
     assert not rig.orders.last("npu").admit
     assert not rig.orders.last("cpu").admit
     assert rig.orders.last("npu").max_batch == 0
     assert rig.orders.ended == 0
-    assert Rig(60.0, 90.0).run(90.0).orders.ended == 1
+    assert Rig(60.0, 90.0).run(50.0).orders.ended == 1
+    assert Rig(60.0, 90.0).run(80.0).orders.ended == 2
 
 
 def test_a_chip_that_cooled_down_in_time_loses_nothing() -> None:

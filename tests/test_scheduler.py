@@ -476,3 +476,64 @@ async def test_evicted_streams_go_on_where_it_is_cool() -> None:
         ("fake", "first"),
         ("spare0", "thermal_shutdown"),
     ]
+
+
+@virtual
+async def test_what_waits_for_a_hot_board_ends_with_what_runs_there() -> None:
+    """Whoever still waits when streams are taken off is told then, not when it cools down."""
+    bench = Bench(slots=1, spares=1)
+    reading = [asyncio.create_task(read(bench.scheduler.submit(request(n)))) for n in "ab"]
+    await asyncio.sleep(0.15)
+    bench.engine.admits = bench.spare.admits = False
+    bench.scheduler.evict(["fake", "spare0"], Overheated("too hot"))
+    results = await asyncio.wait_for(asyncio.gather(*reading), 10)
+
+    assert [(f.reason, f.error_code) for _, f in results] == [("failed", "thermal_shutdown")] * 2
+    assert not bench.scheduler.streams
+    assert bench.scheduler.load().waiting == 0
+
+
+@virtual
+async def test_a_stream_on_its_way_between_engines_is_taken_off_too() -> None:
+    """The first engine dies in the heat, the next is closed: the stream ends, once."""
+    bench = Bench(slots=1, spares=1)
+    reading = asyncio.create_task(read(bench.scheduler.submit(request("a", max_tokens=8))))
+    await asyncio.sleep(0.35)
+    bench.engine.admits = bench.spare.admits = False
+    bench.engine.die()
+    await asyncio.sleep(2.0)
+    assert bench.scheduler.load().waiting == 1
+    bench.scheduler.evict(["fake", "spare0"], Overheated("too hot"))
+    text, finish = await asyncio.wait_for(reading, 10)
+
+    assert (text, finish.reason, finish.error_code) == ("bcd", "failed", "thermal_shutdown")
+    assert len(bench.finishes) == 1
+
+
+@virtual
+async def test_what_waits_goes_on_where_it_is_cool() -> None:
+    """An engine elsewhere that is busy is waited for; what has not begun tells no move."""
+    bench = Bench(slots=1, spares=1)
+    bench.engine.admits = False
+    first = asyncio.create_task(read(bench.scheduler.submit(request("a"))))
+    second = asyncio.create_task(read(bench.scheduler.submit(request("b"))))
+    await asyncio.sleep(0.15)
+    bench.scheduler.evict(["fake"], Overheated("too hot"))
+    results = await asyncio.wait_for(asyncio.gather(first, second), 10)
+    assert [f.reason for _, f in results] == ["length", "length"]
+    assert [[(s.name, s.reason) for s in f.engines] for _, f in results] == [
+        [("spare0", "first")]
+    ] * 2
+
+
+@virtual
+async def test_a_hot_engine_that_restarts_promises_nothing() -> None:
+    """While the only engine restarts above the critical temperature a request is refused, for it
+    would wait until the chip has cooled down."""
+    bench = Bench()
+    await read(bench.scheduler.submit(request("before")))
+    bench.engine.admits = False
+    bench.engine.die()
+    with pytest.raises(RequestError) as refused:
+        bench.scheduler.submit(request("hot"))
+    assert refused.value.code == "thermal_shutdown"

@@ -82,8 +82,7 @@ class Guard:
         self._mover = Mover()
         self._levers = levers_of(engines.batches, engines.prefill_chunk)
         self._state: policy_model.ModelState | base_rule.BaseState | None = None
-        self._critical_s: float | None = None  # since when
-        self._ended = False  # streams were ended since then
+        self._critical_s: float | None = None  # since when, or since streams were ended last
         self._view = View()
         self.looked_s: float | None = None  # loop time at which the last round began
         self._tasks: list[asyncio.Task[None]] = []
@@ -228,9 +227,9 @@ class Guard:
         critical = any(not limits.admit for limits in decision.limits.values())
         if critical != (self._critical_s is not None):
             log.warning("guard_critical", critical=critical, critical_c=rules.critical_c)
-            self._critical_s, self._ended = (now_s if critical else None), False
+            self._critical_s = now_s if critical else None
         waited_s = now_s - self._critical_s if self._critical_s is not None else 0.0
-        if critical and not self._ended and waited_s >= self._config.critical_wait_s:
-            self._ended = True
+        if critical and waited_s >= self._config.critical_wait_s:
+            self._critical_s = now_s  # who comes to wait later, from another engine, waits as long
             self._hooks.end_streams()
         return critical
