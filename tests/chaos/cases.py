@@ -34,4 +34,8 @@ CASES: dict[str, Case] = {
     "slow readers": outside.slow_readers,
 }
 LONG: dict[str, Case] = {"ten thousand leave": functools.partial(outside.left, count=10_000)}
-SMOKE = ("worker killed", "no memory in steps", "row not finite", "clients leave")
+SMOKE = (
+    *("worker killed", "execute hangs", "device lost", "no memory in steps"),
+    *("no memory in the fallback", "row not finite", "both engines dead in turn"),
+    *("broker killed", "clients leave"),
+)

@@ -182,9 +182,12 @@ class Lab:
         return heard
 
     @contextlib.asynccontextmanager
-    async def crowd(self) -> AsyncIterator[asyncio.Future[list[Told]]]:
-        """Eight mixed streams; await what is given for all their answers."""
-        tasks = [asyncio.create_task(self.ask(ask)) for ask in self.home.crowd()]
+    async def crowd(
+        self, asks: Sequence[Ask] | None = None
+    ) -> AsyncIterator[asyncio.Future[list[Told]]]:
+        """Eight mixed streams, or `asks`; await what is given for all their answers."""
+        asks = self.home.crowd() if asks is None else asks
+        tasks = [asyncio.create_task(self.ask(ask)) for ask in asks]
         answers = asyncio.gather(*tasks)
         try:
             yield answers
