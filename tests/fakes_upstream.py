@@ -21,6 +21,7 @@ class FakeUpstream:
 
     def __init__(self) -> None:
         self.models: list[dict[str, Any]] = [{"id": "ref-1", "owned_by": "vllm"}]
+        self.models_body = b""  # in place of the list
         self.models_status = 200
         self.health_status = 200
         self.reference = REFERENCE
@@ -57,7 +58,8 @@ class FakeUpstream:
 
     def _get(self, writer: asyncio.StreamWriter, path: str) -> None:
         if path == "/v1/models":
-            plain(writer, self.models_status, {"object": "list", "data": self.models})
+            raw = {"object": "list", "data": self.models}
+            plain(writer, self.models_status, self.models_body or raw)
         elif path == "/health":
             plain(writer, self.health_status, {})
         else:
@@ -96,7 +98,8 @@ class FakeUpstream:
 def plain(
     writer: asyncio.StreamWriter, status: int, body: Any, headers: dict[str, str] | None = None
 ) -> None:
-    data = json.dumps(body).encode()
+    """body: JSON, or the bytes as they are."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(data)}"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     writer.write("\r\n".join([*lines, "Content-Type: application/json", "", ""]).encode() + data)

@@ -137,6 +137,20 @@ async def test_what_is_missing_is_told_in_words(
             pass
 
 
+async def test_a_list_nested_without_end_is_a_fault_and_it_is_asked_again(
+    fake: FakeUpstream,
+) -> None:
+    """Whatever stands in place of the server for a while, it is found again by itself."""
+    fake.models_body = b'{"data":[{"id":"a","x":' + b"[" * 100_000
+    upstream = Upstream(url=fake.url)
+    engine = UpstreamEngine(upstream, dial_of(upstream, {}))
+    with pytest.raises(EngineFault, match="no list of models"):
+        await asyncio.wait_for(engine.start(), 10)
+    fake.models_body = b""
+    await until(lambda: engine.health().state == "ready")
+    await engine.stop()
+
+
 async def test_nobody_there_is_a_fault_not_a_crash(fake: FakeUpstream) -> None:
     """A port that nobody listens on."""
     upstream = Upstream(url="http://127.0.0.1:9", connect_timeout_s=1.0)
@@ -415,6 +429,20 @@ async def test_a_busy_server_gets_its_pause_and_the_stream_waits(
     assert [(s.name, s.reason) for s in finish.engines] == [("openai", "first")]
 
 
+async def test_a_server_that_names_no_pause_is_not_asked_without_end(
+    text: TextModel, fake: FakeUpstream
+) -> None:
+    """Retry-After: 0 is no invitation to ask a hundred times a second until the stream is lost."""
+    fake.script += [refuse(429, retry_after="0")] * 40
+    async with engine_on(fake) as engine:
+        stream = scheduler_on(text, engine).submit(asked())
+        await until(lambda: len(fake.asked) == 1)
+        await asyncio.sleep(0.3)
+        assert len(fake.asked) <= 2
+        assert stream.finish is None
+        await stream.aclose()
+
+
 async def test_a_stream_goes_elsewhere_rather_than_wait_for_a_busy_server(
     text: TextModel, fake: FakeUpstream
 ) -> None:
@@ -449,6 +477,7 @@ async def test_limits_hold_for_a_server_on_the_same_board_only(fake: FakeUpstrea
         for engine in (here, there):
             engine.set_limits(Limits(max_batch=2, admit=False))
         assert (here.capacity(), there.capacity()) == (0, 8)
+        assert (here.health().admits, there.health().admits) == (False, True)
 
 
 # --- TLS ---

@@ -136,7 +136,7 @@ def in_words(error: Exception) -> str:
 def _chosen(body: bytes, settings: Upstream) -> Proof:
     try:
         models = msgspec.json.decode(body, type=_Models).data
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise EngineFault("its /models is no list of models") from None
     if not models:
         raise EngineFault("it lists no model")

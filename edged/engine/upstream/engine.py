@@ -29,6 +29,7 @@ _PROVE_AGAIN_S = 10.0  # while it serves
 _TRY_AGAIN_S, _TRY_AGAIN_MAX_S = 0.5, 10.0  # while it does not, doubling
 _GIVE_UP_AFTER_S = 60.0  # without proof: streams no longer wait for it
 _PAUSE_S, _PAUSE_MAX_S = 1.0, 60.0  # after a fault or an unexplained 429, doubling
+_LEAST_PAUSE_S = 0.25  # where it names less; one that names 0 has named none
 
 State = Literal["off", "starting", "ready", "failed"]
 
@@ -90,6 +91,7 @@ class UpstreamEngine:
             running=len(self._runs),
             slots=self._settings.max_concurrent,
             last_progress_s=self._last_progress_s,
+            admits=not (self.on_board and self._limits is not None and not self._limits.admit),
         )
 
     def unsuited(self, request: Request, begun: bool) -> str:
@@ -184,7 +186,8 @@ class UpstreamEngine:
         loop = asyncio.get_running_loop()
         if isinstance(fault, Busy):
             self._failures += 1
-            after_s = self._growing_s() if fault.after_s is None else fault.after_s
+            named_s = fault.after_s
+            after_s = max(_LEAST_PAUSE_S, named_s) if named_s else self._growing_s()
             self._pause_for(after_s, "starting", f"it asked for a pause of {after_s:.1f} s")
         elif isinstance(fault, EngineFault):
             self._failures += 1
