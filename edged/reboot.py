@@ -29,7 +29,7 @@ def allowed(past_s: Sequence[float], now_s: float, budget: int, window_s: float)
 
 
 class Rebooter:
-    """running: requests at work now."""
+    """running: requests that have not ended, those included that wait or move between engines."""
 
     def __init__(
         self,
@@ -50,17 +50,21 @@ class Rebooter:
         now_s = self._clock()
         refusal = self._refusal(now_s)
         if refusal:
-            if refusal != self._told:
-                log.warning("no_reboot", why=refusal, wedged=wedged)
-            self._told = refusal
+            self._tell(refusal, wedged)
             return
         try:
             self._remember(now_s)
         except OSError as error:
-            log.error("no_reboot", why=f"cannot write {self._path}: {error.strerror}")
+            self._tell(f"cannot write {self._path}: {error.strerror}", wedged)
             return
         log.error("reboot", why=wedged, command=self._recover.reboot_command)
         self._task = asyncio.create_task(self._run())
+
+    def _tell(self, why: str, wedged: str) -> None:
+        """Once, though it is asked each second."""
+        if why != self._told:
+            log.warning("no_reboot", why=why, wedged=wedged)
+        self._told = why
 
     async def stop(self) -> None:
         if self._task is not None:

@@ -45,6 +45,11 @@ class Load:
     oldest_wait_s: float
     draining: bool
 
+    @property
+    def live(self) -> int:
+        """Streams that have not ended: in an engine, in the queue, or on their way between two."""
+        return self.waiting + self.running
+
 
 class Scheduler:
     """Bounded queue in front of an ordered chain of engines."""

@@ -158,6 +158,51 @@ def test_a_lever_that_refuses_rests_and_is_named() -> None:
     assert rig.view.frequency_mhz == 400.0
 
 
+def test_a_lever_that_fails_in_its_own_way_rests_too() -> None:
+    """A helper of another version that answers nonsense is a lever that does not obey."""
+
+    class Odd(FakeLever):
+        async def set(self, value: float) -> float:
+            self.asked += 1
+            raise KeyError("value")
+
+    lever = Odd("frequency", (400.0, 800.0))
+    rig = Rig(81.0, lever=lever).run(60.0)
+    assert lever.asked == 3
+    assert any("KeyError" in note for note in rig.view.notes)
+
+
+def test_a_lever_that_cannot_be_let_go_does_not_hold_up_the_end() -> None:
+    """The other levers and the sensors are stopped all the same."""
+
+    class Odd(FakeLever):
+        async def stop(self) -> None:
+            raise RuntimeError("bug")
+
+    rig = Rig(81.0, lever=Odd("frequency", (400.0, 800.0)))
+    stopped: list[bool] = []
+
+    async def stop() -> None:
+        stopped.append(True)
+
+    rig.guard._hub.stop = stop  # type: ignore[method-assign]
+    rig.run(3.0)
+    assert stopped
+
+
+def test_a_search_for_levers_that_crashes_is_told() -> None:
+    """The limit is held without levers, and status says why there are none."""
+    rig = Rig(82.0)
+
+    async def find() -> Found:
+        raise RuntimeError("bug")
+
+    rig.guard._find = find
+    rig.run(12.0)
+    assert rig.orders.last("npu").max_batch < 8
+    assert any("looking for them failed" in note for note in rig.view.notes)
+
+
 def test_a_lever_somebody_put_back_is_moved_again() -> None:
     """A helper that is started anew restores the originals: the target is sent now and then."""
     lever = FakeLever("frequency", (400.0, 800.0))

@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+from fakes import FakeEngine, LetterText, request
 
+from edged.queue import Queue
 from edged.reboot import Rebooter, allowed
+from edged.scheduler import Scheduler
 from edged.settings import Recover
 
 
@@ -62,6 +65,22 @@ async def test_idle_waits_for_the_last_request(tmp_path: Path) -> None:
     rebooter.look("wedged")
     await settle(tmp_path, 0)
     running[0] = 0
+    rebooter.look("wedged")
+    await settle(tmp_path, 1)
+
+
+async def test_idle_waits_for_streams_between_engines(tmp_path: Path) -> None:
+    """One whose engine has failed, and whose next one still loads, is no reason to call it idle."""
+    engine = FakeEngine()
+    scheduler = Scheduler([engine], {"fake": LetterText()}, Queue(8, 10_000, 10.0))  # type: ignore[dict-item]
+    engine.state = "starting"
+    scheduler._ever_ready = True
+    stream = scheduler.submit(request())
+    assert (scheduler.load().running, scheduler.load().live) == (0, 1)
+    rebooter = Rebooter(recover(tmp_path, "idle"), tmp_path, lambda: scheduler.load().live)
+    rebooter.look("wedged")
+    await settle(tmp_path, 0)
+    await stream.aclose()
     rebooter.look("wedged")
     await settle(tmp_path, 1)
 

@@ -108,7 +108,12 @@ class Guard:
 
     async def _take_levers(self) -> None:
         """Beside the loop: a dead driver may take half a minute to say so."""
-        self._mover.take(await self._find())
+        try:
+            self._mover.take(await self._find())
+        except Exception:  # a bug of ours: batch and duty hold the limit without levers
+            log.exception("levers_not_found")
+            why = "no lever is used: looking for them failed; see the log"
+            self._mover.take(Found(notes=(why,)))
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()

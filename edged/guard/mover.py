@@ -119,12 +119,13 @@ class Mover:
         try:
             moved.at = await moved.lever.set(value)
             moved.asked, moved.asked_s, moved.refusals = value, loop.time(), 0
-        except LeverError as error:
+        except Exception as error:  # noqa: BLE001  # whatever it is, the lever did not obey
+            why = str(error) if isinstance(error, LeverError) else repr(error)
             moved.refusals += 1
             moved.asked = None
-            log.warning("lever_refused", lever=moved.lever.name, value=value, why=str(error))
+            log.warning("lever_refused", lever=moved.lever.name, value=value, why=why)
             if moved.refusals >= _REFUSALS:
-                moved.until_s, moved.why = loop.time() + _REST_S, str(error)
+                moved.until_s, moved.why = loop.time() + _REST_S, why
                 moved.refusals, moved.at = 0, None
                 log.error("lever_rests", lever=moved.lever.name, rest_s=_REST_S)
         finally:
@@ -147,3 +148,5 @@ async def _within(work: Awaitable[None]) -> None:
         await asyncio.wait_for(work, _STOP_WITHIN_S)
     except asyncio.TimeoutError:
         log.error("lever_not_restored", within_s=_STOP_WITHIN_S)
+    except Exception:  # whatever it is: the other levers and the sensors are to be stopped too
+        log.exception("lever_not_restored")
