@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import subprocess
@@ -128,6 +129,20 @@ async def test_a_disk_that_takes_no_file_costs_the_lock_not_the_engine(tmp_path:
     """A full or read-only state folder is said in the log, and the device is used all the same."""
     (tmp_path / "file").write_text("")
     assert await DeviceLock(tmp_path / "file" / "npu.lock").claim() is None
+
+
+async def test_a_file_system_without_locks_costs_the_lock_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state folder on a share that knows no locks is used all the same, and no file stays open."""
+
+    def flock(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("edged.engine.device_lock.fcntl.flock", flock)
+    before = len(os.listdir("/proc/self/fd"))
+    assert await DeviceLock(tmp_path / "npu.lock").claim() is None
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 async def test_a_device_that_is_never_given_back_asks_for_more_than_restarts(

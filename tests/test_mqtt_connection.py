@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import signal
 import sys
@@ -19,6 +20,7 @@ from fakes_mqtt import (
     ROOT,
     FakeScheduler,
     Proxy,
+    idle_status,
     ingress,
     requester,
     serving,
@@ -32,6 +34,7 @@ from edged.errors import ConfigError
 from edged.ingress.mqtt.dial import dial_of
 from edged.metrics import Metrics
 from edged.settings import Mqtt
+from edged.status import Status
 
 V5 = aiomqtt.ProtocolVersion.V5
 AVAILABILITY = f"{ROOT}/state/availability"
@@ -111,6 +114,27 @@ async def test_availability_and_info_are_retained_from_start_to_stop(mosquitto: 
             assert (got_late.body, got_late.retain) == ("online", True)
     async with requester(mosquitto.port, AVAILABILITY) as client:
         assert (await client.next()).body == "offline"
+
+
+async def test_one_state_that_cannot_be_told_is_not_the_last(mosquitto: Broker) -> None:
+    """A bug in what the node says of itself costs one message; the retained state does not stay
+    what it was for good."""
+    looks = 0
+
+    def status() -> Status:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            raise RuntimeError("bug")
+        return dataclasses.replace(idle_status(), waiting=5)
+
+    async with (
+        serving(mosquitto.url, FakeScheduler()) as served,
+        requester(mosquitto.port, f"{ROOT}/state/queue") as client,
+    ):
+        assert (await client.next()).body["waiting"] == 0
+        served._status = status
+        assert (await client.next()).body["waiting"] == 5
 
 
 async def test_stop_answers_what_runs_before_it_says_offline(mosquitto: Broker) -> None:

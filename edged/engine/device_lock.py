@@ -64,6 +64,10 @@ class DeviceLock:
         try:
             if not _lock(file):
                 await self._wait_for_holder(file)
+        except OSError as error:
+            os.close(file)
+            log.warning("no_device_lock", path=str(self._path), why=error.strerror)
+            return None
         except BaseException:  # cancelled while waiting, too: the file must not stay open
             os.close(file)
             raise

@@ -176,9 +176,12 @@ class MqttIngress:
             await asyncio.sleep(STATE_EVERY_S)
             if not self._client.connected:
                 continue
-            for name, facts in self._states(self._status()).items():
-                if told[name].worth(facts, loop.time()):
-                    self._outbox.put(self._state_of(name, facts))
+            try:
+                for name, facts in self._states(self._status()).items():
+                    if told[name].worth(facts, loop.time()):
+                        self._outbox.put(self._state_of(name, facts))
+            except Exception:  # a bug of ours must not leave the last state retained for good
+                log.exception("mqtt_state_failed")
 
     def _availability(self, word: str) -> Outgoing:
         """Not kept for another connection while `online`: each says it anew."""
