@@ -134,15 +134,15 @@ async def test_a_disk_that_takes_no_file_costs_the_lock_not_the_engine(tmp_path:
 async def test_a_file_system_without_locks_costs_the_lock_not_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A state folder on a share that knows no locks is used all the same, and no file stays open."""
+    """A state folder on a share that knows no locks is used, and no file stays open."""
 
     def flock(file: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("edged.engine.device_lock.fcntl.flock", flock)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     assert await DeviceLock(tmp_path / "npu.lock").claim() is None
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 async def test_a_device_that_is_never_given_back_asks_for_more_than_restarts(
