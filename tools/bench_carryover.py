@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,8 @@ class Timed:
         return [later - sooner for sooner, later in itertools.pairwise(own)]
 
 
-async def stream(base: str, index: int) -> Timed:
+async def stream(base: str, index: int, told: Timed) -> None:
     """One answer; logprobs are asked for, because they come with every token, text may not."""
-    told = Timed()
     body = {
         "model": "",
         "prompt": f"Tell a long story about the number {index} and how it came to be",
@@ -87,7 +86,26 @@ async def stream(base: str, index: int) -> Timed:
             told.tokens_s += [time.perf_counter()] * len(logprobs["tokens"])
     if len(told.tokens_s) != TOKENS:
         raise RuntimeError(f"an answer of {len(told.tokens_s)} tokens: {told.engines}")
-    return told
+
+
+@contextlib.asynccontextmanager
+async def streams(made: Lab) -> AsyncIterator[list[Timed]]:
+    """Eight answers, all begun on entering, all ended on leaving."""
+    told = [Timed() for _ in range(STREAMS)]
+    tasks = [
+        asyncio.create_task(stream(made.daemon.url, index, one)) for index, one in enumerate(told)
+    ]
+    try:
+        while not all(  # noqa: ASYNC110  # polled as coarsely as everything here
+            len(one.tokens_s) > 2 or task.done() for one, task in zip(told, tasks, strict=True)
+        ):
+            await asyncio.sleep(POLL_S)
+        yield told
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def when(made: Lab, engine: str, ready: bool) -> float:
@@ -105,17 +123,14 @@ async def deaths(made: Lab, rounds: int, rng: random.Random) -> dict[str, Any]:
     recovery_s: list[float] = []
     for _ in range(rounds):
         worker = made.worker("npu")
-        tasks = [asyncio.create_task(stream(made.daemon.url, i)) for i in range(STREAMS)]
-        await made.begun(STREAMS)
-        await asyncio.sleep(rng.uniform(0.5, 2.0))
-        killed_s = time.perf_counter()
-        worker.kill()
-        await when(made, "npu", ready=False)
-        recovery_s.append(await when(made, "npu", ready=True) - killed_s)
-        for told in await asyncio.gather(*tasks):
-            if (gap_s := told.gap_s()) is not None:
-                gaps_s.append(gap_s)
-            between_s += told.between_s()
+        async with streams(made) as told:
+            await asyncio.sleep(rng.uniform(0.2, 1.5))
+            killed_s = time.perf_counter()
+            worker.kill()
+            await when(made, "npu", ready=False)
+            recovery_s.append(await when(made, "npu", ready=True) - killed_s)
+        gaps_s += [gap_s for one in told if (gap_s := one.gap_s()) is not None]
+        between_s += [between for one in told for between in one.between_s()]
         await made.normal()
     gap_s, token_s = statistics.median(gaps_s), statistics.median(between_s)
     restart_s = statistics.median(recovery_s)
@@ -134,13 +149,12 @@ async def hangs(made: Lab, rounds: int) -> dict[str, Any]:
     """From the last token before an execute that does not end to the end of its worker."""
     found: list[float] = []
     for _ in range(rounds):
-        tasks = [asyncio.create_task(stream(made.daemon.url, i)) for i in range(STREAMS)]
-        await made.begun(STREAMS)
-        made.order("hang", "--after", "20")
-        seen_s = await when(made, "npu", ready=False)
-        for told in await asyncio.gather(*tasks):
-            if told.gap_s() is not None:
-                found.append(seen_s - told.tokens_s[told.engines[1]["from_token"] - 1])
+        async with streams(made) as told:
+            made.order("hang", "--after", "10")
+            seen_s = await when(made, "npu", ready=False)
+        for one in told:
+            if one.gap_s() is not None:
+                found.append(seen_s - one.tokens_s[one.engines[1]["from_token"] - 1])
         await made.normal()
     return {"hang_detect_s": statistics.median(found)}
 
@@ -162,9 +176,9 @@ async def bursts(made: Lab) -> dict[str, Any]:
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         calm: list[float] = []
-        for _ in range(10):
+        for warm in range(-2, 12):
             answers = await asyncio.gather(*(short(made, session) for _ in range(STREAMS)))
-            calm += [took_s for _, took_s in answers]
+            calm += [took_s for _, took_s in answers] if warm >= 0 else []
         health_s: list[float] = []
         tasks = [asyncio.create_task(short(made, session)) for _ in range(400)]
         while not all(task.done() for task in tasks):

@@ -18,6 +18,7 @@ from chaos.engines import under_load
 from chaos.lab import Lab, heard_out
 from chaos.mqtt import ROOT
 
+HEALTH_S = 3.0  # here the machine is busy with the clients, too; tools/bench_carryover.py measures
 MAY_HEAR = {"queue_full"}  # where hundreds are at it
 
 
@@ -130,15 +131,13 @@ async def burst(lab: Lab, rng: random.Random, count: int = 400) -> None:
     """400 requests at once: those admitted are whole, the others hear 429 and when to ask again,
     and health is told all the while."""
     del rng
-    told = await asyncio.gather(
-        *(asked(lab, 8) for _ in range(count)), *(watched(lab) for _ in range(1))
-    )
-    answers = [one for one in told if isinstance(one, tuple)]
+    health = asyncio.create_task(watched(lab))
+    answers = await asyncio.gather(*(asked(lab, 8) for _ in range(count)))
     refused = [after for status, after in answers if status == 429]
-    assert len(answers) == count
     assert {status for status, _ in answers} == {200, 429}, answers
     assert all(1 <= after <= 60 for after in refused), refused
     assert sum(status == 200 for status, _ in answers) >= 64
+    assert await health < HEALTH_S
     await expect_whole(lab, [])
 
 
@@ -168,16 +167,17 @@ async def watched(lab: Lab) -> float:
 
 
 async def slow_readers(lab: Lab, rng: random.Random) -> None:
-    """Four clients ask for long answers and read nothing: they lose their connection, and nobody
-    else notices."""
+    """Four clients ask for long answers and read nothing: they lose their connection (by us, or by
+    the kernel where it has room for the whole answer), and nobody else notices."""
+    cut = "edged_cancelled_total"
+    before = await lab.metric(cut)
     sockets = [sleeper(lab) for _ in range(4)]
     try:
         tolds = await under_load(lab, rng, lambda: None)
-        before = await lab.metric("edged_cancelled_total")
         end_s = time.monotonic() + 60
-        while (await lab.status())["running"] and time.monotonic() < end_s:
+        while await lab.metric(cut) < before + 4:
+            assert time.monotonic() < end_s, lab.tail()
             await asyncio.sleep(0.2)
-        assert await lab.metric("edged_cancelled_total") >= before
     finally:
         for one in sockets:
             one.close()
