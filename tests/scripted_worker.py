@@ -2,7 +2,7 @@
 
 argv: --engine NAME --fd N, plus --fault WORD from the test's command tuple:
 none | hang-load | no-hello | version | junk | die-at-3 | hang-at-3 | fault-load |
-mute | leaves-helper | memory-at-3 | fatal-at-3 | nan-at-3 | wrong-probe
+mute | idle-mute | leaves-helper | memory-at-3 | fatal-at-3 | nan-at-3 | wrong-probe
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
             for message in frames.messages(data):
                 if isinstance(message, wire.Launch):
                     launch(sock, message, fault)
-                elif isinstance(message, wire.Submit) and fault != "mute":
+                elif isinstance(message, wire.Submit) and fault not in ("mute", "idle-mute"):
                     generated = len(message.tokens) - message.prompt_tokens
                     streams[message.stream] = [generated, message.max_tokens]
                     if len(streams) == 1:
@@ -61,6 +61,8 @@ def main() -> None:
                     sock.sendall(
                         wire.encode(wire.SelfTested(fault != "wrong-probe", "tested", 0.1))
                     )
+                    if fault == "idle-mute":
+                        sock.sendall(wire.encode(wire.Phase("step", 0.0)))
                 elif isinstance(message, wire.Shutdown):
                     return
         if streams:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,8 +20,9 @@ from fakes import request
 from edged import ladder, wire
 from edged.core import Limits
 from edged.engine import worker_engine
-from edged.engine.life import Means
+from edged.engine.life import Life, Means
 from edged.engine.output import LINES_PER_S, OutputLog
+from edged.engine.process import WorkerProcess
 from edged.engine.run import WorkerRun
 from edged.engine.rungs import Rung
 from edged.engine.worker_engine import WorkerEngine
@@ -134,6 +136,19 @@ async def test_a_paused_worker_is_not_judged_hung(monkeypatch: pytest.MonkeyPatc
         cpu.set_limits(Limits(max_batch=2))
         with pytest.raises(EngineFault, match="begin a step"):
             await ids(cpu.run(request(), ()))
+
+
+async def test_a_worker_that_calls_itself_idle_still_owes_what_was_sent_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A self test that ends just as a stream is submitted does not take its deadline away."""
+    monkeypatch.setattr(worker_engine, "_ANSWER_WITHIN_S", 0.2)
+    async with engine("idle-mute") as cpu:
+        await cpu.start()
+        run = cpu.run(request(), ())
+        cpu.probe()
+        with pytest.raises(EngineFault, match="begin a step"):
+            await asyncio.wait_for(ids(run), 5)
 
 
 async def test_limits_that_admit_nothing_leave_no_capacity() -> None:
@@ -300,3 +315,43 @@ def test_what_a_worker_prints_is_bounded() -> None:
     log.end(1.6)
     assert lines[LINES_PER_S:] == ["later", "unfinished"]
     assert dropped == [102 - LINES_PER_S]
+
+
+async def test_stopping_ends_an_engine_whose_cancellation_got_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """wait_for of Python < 3.12 swallows a cancellation that comes with the end it waits for: no
+    new worker is started for that."""
+    real = Life.run
+
+    async def run(self: Life) -> None:
+        try:
+            await real(self)
+        except asyncio.CancelledError:
+            await self.stop()
+
+    monkeypatch.setattr(Life, "run", run)
+    async with engine() as cpu:
+        await cpu.start()
+        await asyncio.wait_for(cpu.stop(), 10)
+        assert cpu.keeper.starts == 1
+
+
+async def test_a_machine_without_threads_to_spare_costs_a_start_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What waits for a child may need a thread (Python < 3.12): it is tried again."""
+    real, tries = WorkerProcess.exec, 0
+
+    async def execute(self: WorkerProcess, *rest: Any) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise RuntimeError("can't start new thread")
+        await real(self, *rest)
+
+    monkeypatch.setattr(WorkerProcess, "exec", execute)
+    async with engine() as cpu:
+        with pytest.raises(EngineFault, match="new thread"):
+            await asyncio.wait_for(cpu.start(), 10)
+        await until(lambda: cpu.health().state == "ready")

@@ -69,7 +69,7 @@ class Child(asyncio.Protocol):
             self._process = process
             ours.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(lambda: self, ours)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # no thread to wait for it (Python < 3.12)
             ours.close()
             raise EngineFault(f"cannot start the {engine} worker: {error}") from None
         except asyncio.CancelledError:

@@ -32,6 +32,7 @@ class Owner:
 
     on_report: Callable[[wire.Report], None]
     on_ready: Callable[[wire.Ready], None]
+    on_idle: Callable[[], None]
     on_gone: Callable[[EngineFault], None]
     on_change: Callable[[], None]
     on_move: Callable[[str], None]
@@ -60,7 +61,9 @@ class Keeper:
         self.parked = False
         self.ladder = ladder.State()
         self.means, self.gate, self.rules, self._owner = means, gate, rules, owner
-        self._hears = Hears(owner.on_report, self._on_ready, self._on_tested, self._on_end)
+        self._hears = Hears(
+            owner.on_report, self._on_ready, self._on_tested, owner.on_idle, self._on_end
+        )
         self._first: asyncio.Future[None] | None = None  # what start() waits for
         self._nudge = asyncio.Event()
         self._due_s = 0.0
@@ -70,6 +73,7 @@ class Keeper:
         self._lives = False  # a process is there, wanted or not
         self._alive = False  # and it is wanted
         self._drain_until_s: float | None = None  # a climb waits for its streams
+        self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -129,6 +133,7 @@ class Keeper:
         await self._first
 
     async def stop(self) -> None:
+        self._stopping = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -220,7 +225,7 @@ class Keeper:
     # --- worker after worker ---------------------------------------------------------------------
 
     async def _keep(self) -> None:
-        while True:
+        while not self._stopping:  # wait_for may swallow a cancellation (Python < 3.12)
             await self._until_due()
             if not self._admitted():
                 continue

@@ -40,11 +40,13 @@ class Means:
 
 @dataclass(frozen=True)
 class Hears:
-    """Who listens. on_end: (cause, words) of a worker that was not let go; once, the last call."""
+    """Who listens. on_idle: it promised nothing for now, but may not have read all it was sent.
+    on_end: (cause, words) of a worker that was not let go; once, the last call."""
 
     on_report: Callable[[wire.Report], None]
     on_ready: Callable[[wire.Ready], None]
     on_tested: Callable[[wire.SelfTested], None]
+    on_idle: Callable[[], None]
     on_end: Callable[[Cause, str], None]
 
 
@@ -125,6 +127,8 @@ class Life:
             self._hears.on_report(message)
         elif isinstance(message, wire.Phase):
             self.deadline.expect(message.deadline_s, message.name)
+            if not self.deadline.pending:
+                self._hears.on_idle()
         elif isinstance(message, wire.Hello):
             self._on_hello(message)
         elif isinstance(message, wire.Ready):

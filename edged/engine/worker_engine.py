@@ -52,6 +52,7 @@ class WorkerEngine:
         owner = Owner(
             self._on_report,
             self._on_ready,
+            self._expect_step,
             self._on_gone,
             lambda: self.on_change(),
             lambda reason: self.on_move(reason),
