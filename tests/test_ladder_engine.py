@@ -86,6 +86,25 @@ async def test_a_climb_lets_running_streams_end_where_they_are() -> None:
         await until(lambda: board.npu.health().slots == 8)
 
 
+async def test_a_restart_on_purpose_never_calls_for_the_fallback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step down under pressure and a climb that a stream outlasts wait for the engine itself: on
+    a small board the fallback would take the memory that the restart needs."""
+    monkeypatch.setattr("edged.engine.keeper._DRAIN_S", 0.3)
+    async with running(Board(available_mib=1900, lazy=True)) as board:
+        await ready(board)
+        stream = asyncio.create_task(read(board.scheduler.submit(request(max_tokens=250))))
+        await until(lambda: board.npu.health().running == 1)
+        board.npu.press("little memory")
+        await until(lambda: board.npu.health().slots == 4)
+        _, finish = await stream
+        assert (set(names(finish)), finish.reason) == ({"npu"}, "length")
+        await until(lambda: board.npu.health().slots == 8)
+        assert board.moves == [("npu", "pressure"), ("npu", "climb")]
+        assert (board.cpu.health().standby, board.cpu.health().restarts) == (True, 0)
+
+
 async def test_limits_reach_a_worker_that_waits_for_its_last_streams() -> None:
     """A chip that gets hot while a climb waits is cooled all the same: its old worker obeys."""
     async with running(Board()) as board:

@@ -24,6 +24,7 @@ log = structlog.get_logger("edged.engine")
 State = Literal["off", "starting", "ready", "failed"]
 _DRAIN_S = 60.0  # before a climb, for the streams that run
 _NEXT = "; next start"
+_PURPOSEFUL = ("climb", "admission", "pressure")
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,8 @@ class Keeper:
             self._owner.on_move(action.reason)
         self.wedged = words if action.wedged else self.wedged
         self._off, self._due_s = off, now_s + action.delay_s
-        # Not for a climb, nor while a smaller launch may fit: nobody needs to step in for that.
-        self._faulted = self._faulted or off or action.reason not in ("climb", "admission")
+        # Not for a restart on purpose, nor while a smaller launch may fit: nobody needs to step in.
+        self._faulted = self._faulted or off or action.reason not in _PURPOSEFUL
         if action.kind == "climb" and self._owner.busy():
             self._drain_until_s = now_s + _DRAIN_S
             self._set_state("starting", f"restarts with {self.rung.words} when its streams end")

@@ -19,6 +19,9 @@ from edged.memory import Memory, pressed
 log = structlog.get_logger("edged.engine")
 
 _EVERY_S = 1.0
+# The fallback heats the same die; and what restarts on purpose is soon back, unless the memory it
+# needs for that is taken.
+_NO_HELP = ("thermal_shutdown", "engine_moved")
 _LOOKS = 2  # in a row that must find pressure: one may be a moment
 
 
@@ -78,7 +81,7 @@ class Overseer:
 
     def need(self, code: str) -> None:
         """A stream has lost its engine, for a code of the error table, and looks for another."""
-        if self._fallback is not None and code != "thermal_shutdown":  # it heats the same die
+        if self._fallback is not None and code not in _NO_HELP:
             self._fallback.wake("a stream that looks for another engine")
 
     def _relieve(self, words: str) -> None:
