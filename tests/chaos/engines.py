@@ -101,9 +101,12 @@ async def no_memory_at_load(lab: Lab, rng: random.Random) -> None:
 async def no_memory_in_fallback(lab: Lab, rng: random.Random) -> None:
     """The NPU's worker dies, and the CPU's, which is to go on with its streams, gets no memory for
     their caches: what no engine is left for ends with an error and with what was written."""
+    lab.worker("cpu").kill()  # one that has no large caches yet
+    await lab.gone("cpu")
+    await lab.normal()
     npu, cpu = lab.worker("npu"), lab.worker("cpu")
     before = (await lab.engine("cpu"))["restarts"]
-    long = [Ask("words without end " * 20, 150, 0.0, i, way) for i, way in enumerate(WAYS[:3])]
+    long = [Ask("words without end " * 32, 150, 0.0, i, way) for i, way in enumerate(WAYS[:3])]
     async with lab.crowd(lab.home.crowd()[3:] + long) as answers:
         await lab.begun(8)
         await asyncio.sleep(rng.uniform(0.3, 0.8))

@@ -203,6 +203,13 @@ class Lab:
             assert time.monotonic() < end_s, self.tail()
             await asyncio.sleep(0.02)
 
+    async def gone(self, engine: str, within_s: float = 20.0) -> None:
+        """The daemon has noticed that the engine does not serve."""
+        end_s = time.monotonic() + within_s
+        while (await self.engine(engine))["state"] == "ready":
+            assert time.monotonic() < end_s, self.tail()
+            await asyncio.sleep(0.01)
+
     # --- the daemon's own life -------------------------------------------------------------------
 
     async def restart(self) -> None:

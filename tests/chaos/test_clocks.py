@@ -15,6 +15,7 @@ ROOT = Path(edged.__file__).parent
 WALL = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.ctime"} | {
     f"datetime.{name}" for name in ("now", "utcnow", "today")
 }
+NAMES = {name.split(".")[1] for name in WALL}
 # What is told to people, or asked by them, in the time of day.
 MAY = {
     "ingress/http/generate.py": "`created` of OpenAI's objects",
@@ -33,7 +34,7 @@ def uses(path: Path) -> list[str]:
     """The wall-clock calls of a module, as "line: name"."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and node.attr in NAMES:
             name = ast.unparse(node)
             if ".".join(name.split(".")[-2:]) in WALL:
                 found.append(f"{node.lineno}: {name}")
