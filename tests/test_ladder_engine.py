@@ -105,6 +105,18 @@ async def test_a_restart_on_purpose_never_calls_for_the_fallback(
         assert (board.cpu.health().standby, board.cpu.health().restarts) == (True, 0)
 
 
+async def test_a_fallback_that_opens_again_lets_in_who_waits() -> None:
+    """It was closed for an engine that then found other memory, or none: nobody waits for a third
+    event to be served."""
+    async with running(Board()) as board:
+        await until(lambda: board.cpu.health().state == "ready")
+        board.npu.keeper.park("test")
+        board.cpu.closed = True
+        stream = asyncio.create_task(read(board.scheduler.submit(request())))
+        _, finish = await asyncio.wait_for(stream, 10)
+        assert names(finish) == ["cpu"]
+
+
 async def test_limits_reach_a_worker_that_waits_for_its_last_streams() -> None:
     """A chip that gets hot while a climb waits is cooled all the same: its old worker obeys."""
     async with running(Board()) as board:

@@ -99,7 +99,9 @@ class Fallback:
         starved = next((e for e in self._before if e.keeper.would_fit(self._held())), None)
         if not self._lazy or starved is None or now_s < self._next_yield_s:
             self._starved_since_s = None
-            self._spare.closed = False
+            if self._spare.closed:
+                self._spare.closed = False
+                self._spare.on_change()  # who waits may come in again
             return
         self._starved_since_s = now_s if self._starved_since_s is None else self._starved_since_s
         self._spare.closed = now_s - self._starved_since_s >= self._idle_s
