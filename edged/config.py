@@ -158,6 +158,11 @@ def _check_guard(config: Config) -> None:
         raise ConfigError(
             f"guard.critical_c: {guard.critical_c:g} is not above guard.limit_c ({guard.limit_c:g})"
         )
+    if config.sensors.stale_s < 2 * guard.period_s:
+        raise ConfigError(
+            "guard.period_s: must be at most half of sensors.stale_s, or a source that is slow to "
+            "answer would count as lost"
+        )
     if guard.quiet_hours and not re.fullmatch(_HOURS, guard.quiet_hours):
         raise ConfigError('guard.quiet_hours: use "HH:MM-HH:MM" in local time, or ""')
 

@@ -428,6 +428,7 @@ def test_states_are_published_when_they_matter() -> None:
         ("guard.critical_c=70", "guard.critical_c"),
         ("guard.limit_c=nan", "guard.limit_c"),
         ("guard.period_s=0", "guard.period_s"),
+        ("guard.period_s=10", "guard.period_s"),  # a slow source's readings would all be stale
         ("guard.policy=fast", "guard.policy"),
     ],
 )
