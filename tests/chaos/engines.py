@@ -15,12 +15,12 @@ from chaos.lab import WAYS, Lab
 
 
 async def under_load(
-    lab: Lab, rng: random.Random, strike: Callable[[], object], latest_s: float = 1.2
+    lab: Lab, rng: random.Random, strike: Callable[[], object], latest: int = 120
 ) -> list[Told]:
-    """Eight streams, and something happens at a random moment; all answers."""
+    """Eight streams, and something happens at a random step, up to `latest`; all answers."""
     async with lab.crowd() as answers:
         await lab.begun(1)
-        await asyncio.sleep(rng.uniform(0, latest_s))
+        await lab.stepped(rng.randint(0, latest))
         strike()
         return await answers
 
@@ -52,7 +52,7 @@ async def stopped(lab: Lab, rng: random.Random) -> None:
 async def ordered(lab: Lab, rng: random.Random, *words: str) -> list[Told]:
     """A fault of the board at a random step under load."""
     after = str(rng.randint(1, 60))
-    return await under_load(lab, rng, lambda: lab.order(*words, "--after", after), 0.3)
+    return await under_load(lab, rng, lambda: lab.order(*words, "--after", after), 20)
 
 
 async def failed(lab: Lab, rng: random.Random, *words: str) -> None:
@@ -109,7 +109,7 @@ async def no_memory_in_fallback(lab: Lab, rng: random.Random) -> None:
     long = [Ask("words without end " * 32, 150, 0.0, i, way) for i, way in enumerate(WAYS[:3])]
     async with lab.crowd(lab.home.crowd()[3:] + long) as answers:
         await lab.begun(8)
-        await asyncio.sleep(rng.uniform(0.3, 0.8))
+        await lab.stepped(rng.randint(0, 60))
         held = cpu.memory_info().vms - (1 << 20)
         cpu.rlimit(psutil.RLIMIT_AS, (held, held))
         npu.kill()

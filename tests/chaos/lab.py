@@ -203,6 +203,14 @@ class Lab:
             assert time.monotonic() < end_s, self.tail()
             await asyncio.sleep(0.02)
 
+    async def stepped(self, steps: int, within_s: float = 20.0) -> None:
+        """So many decode steps of the NPU from now, however fast this machine is."""
+        name = 'edged_engine_step_seconds_count{engine="npu",kind="decode"}'
+        wanted, end_s = await self.metric(name) + steps, time.monotonic() + within_s
+        while await self.metric(name) < wanted:
+            assert time.monotonic() < end_s, self.tail()
+            await asyncio.sleep(0.01)
+
     async def gone(self, engine: str, within_s: float = 20.0) -> None:
         """The daemon has noticed that the engine does not serve."""
         end_s = time.monotonic() + within_s
