@@ -64,6 +64,7 @@ class Parts:
     mqtt: MqttIngress | None
     guard: Guard | None
     watch: Watch
+    rebooter: Rebooter
     status: Callable[[], Status]
 
 
@@ -83,6 +84,7 @@ async def run(
         await stack.enter_async_context(_running(parts.http))
         if parts.guard is not None:  # around the engines: no chip runs a moment without it
             await stack.enter_async_context(_running(parts.guard))
+        stack.push_async_callback(parts.rebooter.stop)
         stack.push_async_callback(chains.stop, parts.chain)
         await stack.enter_async_context(watching(parts.watch, notifier, parts.status))
         await stack.enter_async_context(chains.overseen(parts.chain.overseer))
@@ -134,7 +136,7 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
     if config.mqtt.url:
         mqtt = MqttIngress(config.mqtt, config.node, scheduler, catalog, metrics, status)
     watch = Watch(_sources(scheduler, chain, http, mqtt, guard), metrics)
-    return Parts(text, chain, scheduler, metrics, http, mqtt, guard, watch, status)
+    return Parts(text, chain, scheduler, metrics, http, mqtt, guard, watch, rebooter, status)
 
 
 def _scheduler(config: Config, text: TextModel, chain: Chain, metrics: Metrics) -> Scheduler:

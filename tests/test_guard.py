@@ -265,6 +265,22 @@ def test_a_guard_that_fails_leaves_a_slow_chip() -> None:
     assert rig.view.mode == "throttled"
 
 
+def test_a_guard_that_fails_in_the_heat_opens_nothing() -> None:
+    """What was closed above the critical temperature stays closed until a round succeeds."""
+    calls = 0
+
+    def breaks_later() -> int:
+        nonlocal calls
+        calls += 1
+        if calls > 20:
+            raise RuntimeError("bug")
+        return 8
+
+    rig = Rig(90.0, demand=breaks_later).run(60.0)
+    assert calls > 20
+    assert not rig.orders.last("npu").admit
+
+
 def test_an_idle_cool_board_is_not_called_throttled() -> None:
     """The learning policy begins with a careful duty; without work that is nobody's business."""
     config = GuardSettings()

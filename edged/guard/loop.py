@@ -130,11 +130,14 @@ class Guard:
             await asyncio.sleep(next_s - loop.time())
 
     def _fail_safe(self) -> None:
-        """As slow as it goes, until a later round succeeds; learning begins anew."""
+        """As slow as it goes, until a later round succeeds; learning begins anew. What was closed
+        for heat stays closed."""
         self._state = None
+        slow = Limits(1, DUTY_FLOOR, self._engines.prefill_chunk)
         for role in (NPU, CPU):
             for name in self._engines.names(role):
-                self._set(name, Limits(1, DUTY_FLOOR, self._engines.prefill_chunk))
+                last = self._limits.get(name, slow)
+                self._set(name, slow if last.admit else last)
         self._view = replace(self._view, mode="throttled", reason="guard error; see the log")
 
     def _tick(self, now_s: float) -> None:
