@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 SPARE_BYTES = 512 << 20  # left to the rest of the machine
+BESIDE_BYTES = 1 << 30  # left where a fallback is kept loaded beside the NPU's model
 _PROCESS_BYTES = 64 << 20  # interpreter and libraries, measured on x86
 # Of the weights, while they are loaded: staging of a driver, unpacking of a few tensors.
 _TRANSIENT_SHARE = {"npu": 0.2, "cpu": 0.1}

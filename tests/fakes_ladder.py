@@ -67,7 +67,8 @@ class BoardMemory(Memory):
 
 
 class Board:
-    """An NPU and a CPU engine, a scheduler in front, an overseer behind."""
+    """An NPU and a CPU engine, a scheduler in front, an overseer behind. lazy: the CPU engine is
+    not loaded at first; warm: it is to stay loaded."""
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class Board:
         npu_mib: Sequence[int] = (1000, 600, 400),
         cpu_mib: int = 1000,
         lazy: bool = False,
+        warm: bool = False,
         idle_s: float = 0.5,
         fault: str = "none",
     ) -> None:
@@ -103,7 +105,7 @@ class Board:
         self.memory.engines = [self.npu, self.cpu]
         self.moves: list[tuple[str, str]] = []
         self.stream_moves: list[tuple[str, str, str]] = []
-        fallback = Fallback(self.cpu, (self.npu,), idle_s, lazy=True)
+        fallback = Fallback(self.cpu, (self.npu,), idle_s, lazy=not warm)
         self.overseer = Overseer(
             (self.npu, self.cpu), fallback, self.memory, Watch(200 * MIB, 50.0, 10.0)
         )

@@ -260,6 +260,39 @@ async def test_a_lazy_fallback_is_parked_again_when_it_is_idle() -> None:
         assert "streams then wait about" in board.cpu.health().detail
 
 
+async def test_a_warm_fallback_returns_when_memory_has_long_been_calm() -> None:
+    """Parked once for want of memory it is loaded again by itself; parked again, after twice as
+    long."""
+    loop = asyncio.get_running_loop()
+    waited_s = []
+    async with running(Board(warm=True, idle_s=0.4)) as board:
+        await ready(board)
+        for _ in range(2):
+            await until(lambda: board.cpu.health().state == "ready")
+            board.memory.full_percent = 30.0
+            await until(lambda: board.cpu.health().standby)
+            board.memory.full_percent = 0.0
+            calm_s = loop.time()
+            await until(lambda: not board.cpu.health().standby)
+            waited_s.append(loop.time() - calm_s)
+    assert waited_s[0] >= 0.4
+    assert waited_s[1] >= 0.8
+
+
+async def test_a_warm_fallback_returns_only_where_it_leaves_memory_to_spare() -> None:
+    """It would fit, but the next moment of pressure would cost it again: it waits for more."""
+    async with running(Board(available_mib=2900, npu_mib=(1000,), warm=True, idle_s=0.2)) as board:
+        await ready(board)
+        await until(lambda: board.cpu.health().state == "ready")
+        board.memory.full_percent = 30.0
+        await until(lambda: board.cpu.health().standby)
+        board.memory.full_percent = 0.0
+        await asyncio.sleep(1.0)  # five times the pause
+        assert board.cpu.health().standby
+        board.memory.free_bytes = 4000 * MIB
+        await until(lambda: board.cpu.health().state == "ready")
+
+
 async def test_a_row_fault_starts_the_lazy_fallback_too() -> None:
     """The NPU serves on; the one stream it cannot serve waits for the CPU engine."""
     async with running(Board(lazy=True, fault="nan-at-3")) as board:

@@ -15,10 +15,8 @@ from edged.engine.overseer import Overseer, Watch
 from edged.engine.rungs import make_rungs
 from edged.engine.worker_engine import WorkerEngine
 from edged.ladder import Rules
-from edged.memory import SPARE_BYTES, Admission, Memory
+from edged.memory import BESIDE_BYTES, SPARE_BYTES, Admission, Memory
 from edged.settings import Config
-
-_BESIDE_BYTES = 1 << 30  # left when a fallback is kept loaded beside the NPU's model
 
 
 def make_engines(
@@ -106,7 +104,7 @@ def _waits(config: Config, engines: Mapping[str, WorkerEngine], memory: Memory) 
     available = memory.available_bytes()
     if npu is None or cpu is None or available is None:
         return ""
-    wanted = npu.total_bytes + cpu.total_bytes - 2 * SPARE_BYTES + _BESIDE_BYTES
+    wanted = npu.total_bytes + cpu.total_bytes - 2 * SPARE_BYTES + BESIDE_BYTES
     if wanted <= available:
         return ""
     return (

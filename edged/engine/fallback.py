@@ -1,7 +1,8 @@
 """Fallback: when the engine at the end of the chain is loaded, and when it gives its memory back.
 
 It is woken by the first failure before it, parked when the others serve again and it is idle,
-and yields on a board too small for both once an engine before it waits for memory.
+and yields on a board too small for both once an engine before it waits for memory. One that is to
+stay loaded is parked under memory pressure only, and returns when that is long over.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from edged.engine.worker_engine import WorkerEngine
 
 log = structlog.get_logger("edged.engine")
 
+_PAUSE_MAX_S = 4 * 3600.0  # before a warm one is tried again
 _YIELD_S = 30.0  # for an engine to take the memory that was given back for it
 
 
 class Fallback:
     """spare: the engine. before: those it stands in for, in order of the chain. idle_s: how long
-    it stays loaded without work. lazy: it may be parked when it is idle."""
+    it stays loaded without work. lazy: it may be parked when it is idle; one that is not is parked
+    for want of memory only, and loaded again after idle_s without pressure, or longer each time."""
 
     def __init__(
         self, spare: WorkerEngine, before: Sequence[WorkerEngine], idle_s: float, lazy: bool
@@ -29,6 +32,8 @@ class Fallback:
         self._idle_s, self._lazy = idle_s, lazy
         self._woken = False  # it was parked before, and may be again
         self._idle_since_s: float | None = None
+        self._calm_since_s: float | None = None
+        self._calm_pause_s = 0.0  # before it is loaded again all the same
         self._starved_since_s: float | None = None  # somebody before it waits for its memory
         self._yielded: tuple[WorkerEngine, int, float] | None = None  # (to, its starts, until)
         self._given_to: WorkerEngine | None = None  # until our process is gone
@@ -57,6 +62,8 @@ class Fallback:
     def park(self, why: str) -> None:
         log.info("fallback_parked", engine=self._spare.name, why=why)
         self._woken, self._idle_since_s, self._starved_since_s = True, None, None
+        self._calm_since_s = None
+        self._calm_pause_s = max(self._idle_s, min(_PAUSE_MAX_S, 2 * self._calm_pause_s))
         self._spare.closed = False
         start_s = self._spare.keeper.start_s
         gap = "" if start_s is None else f"; streams then wait about {start_s:.0f} s for it"
@@ -74,13 +81,15 @@ class Fallback:
 
     # --- once a second ---------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def look(self, calm: bool) -> None:
+        """calm: the machine is not short of memory."""
         now_s = asyncio.get_running_loop().time()
         if self._given_to is not None and not self._spare.keeper.alive:
             self._given_to.keeper.hurry()
             self._given_to = None
         self.review()
         if self._spare.keeper.parked:
+            self._return_when_calm(now_s, calm)
             return
         self._park_when_idle(now_s)
         self._yield_when_starved(now_s)
@@ -92,6 +101,15 @@ class Fallback:
             self._idle_since_s = now_s
         elif now_s - self._idle_since_s >= self._idle_s:
             self.park(f"it was idle for {self._idle_s:g} s")
+
+    def _return_when_calm(self, now_s: float, calm: bool) -> None:
+        """It was to stay loaded, and was parked for want of memory."""
+        if self._lazy or not calm:
+            self._calm_since_s = None
+        elif self._calm_since_s is None:
+            self._calm_since_s = now_s
+        elif now_s - self._calm_since_s >= self._calm_pause_s and self._spare.keeper.spares():
+            self.wake(f"memory has not been short for {self._calm_pause_s:g} s")
 
     def _yield_when_starved(self, now_s: float) -> None:
         """An engine before it has no memory because this one has it: when idle at once, else no

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edged.memory import Admission, Needs
+from edged.memory import BESIDE_BYTES, SPARE_BYTES, Admission, Needs
 
 
 class Gate:
@@ -45,6 +45,12 @@ class Gate:
         if self._admission is None or now is None or wanted is None:
             return True
         return self._admission.room(now, wanted)
+
+    def spares(self, needs: Needs | None) -> bool:
+        """It would fit and leave what a fallback that stays loaded has to leave."""
+        if self._admission is None or needs is None:
+            return True
+        return self._admission.fits(needs, SPARE_BYTES - BESIDE_BYTES)
 
     def would_open(self, needs: Needs | None, more_bytes: int) -> bool:
         """It was refused, and would not be if the machine had `more_bytes` more."""

@@ -223,6 +223,10 @@ class Keeper:
         """It is off for lack of memory, and would start if there were `more_bytes`."""
         return self._off and self.gate.would_open(self.rung.needs, more_bytes)
 
+    def spares(self) -> bool:
+        """A worker would fit, with memory to spare."""
+        return self.gate.spares(self.rung.needs)
+
     # --- worker after worker ---------------------------------------------------------------------
 
     async def _keep(self) -> None:

@@ -72,7 +72,7 @@ class Overseer:
         if self._pressed >= _LOOKS:
             self._relieve(words)
         if self._fallback is not None:
-            self._fallback.look()
+            self._fallback.look(calm=not words)
 
     def review(self) -> None:
         """Something changed."""
