@@ -187,12 +187,10 @@ class Admission:
     def ask(self, engine: str, load: Needs, device_free_bytes: int | None = None) -> Verdict:
         """A yes is a promise until `settle`. device_free_bytes: of a device with a count of its
         own, on top of what Linux says."""
-        available = self._memory.available_bytes()
-        if available is None and device_free_bytes is None:
+        promised = self._promised_beside(engine)
+        free = self._free_bytes(engine, 0, device_free_bytes)
+        if free is None:
             return Verdict(True, f"{load.words()}; what is available is unknown here")
-        counts = [count for count in (available, device_free_bytes) if count is not None]
-        promised = sum(size for name, size in self._promised.items() if name != engine)
-        free = min(counts) - promised
         others = f" ({promised // _MIB} more are promised to other loads)" if promised else ""
         words = f"{load.words()}, {max(0, free) // _MIB} MiB are available{others}"
         if load.total_bytes > free:
@@ -208,14 +206,32 @@ class Admission:
         """Its load is over, well or not: what it took shows in the machine's figures."""
         self._promised.pop(engine, None)
 
-    def room(self, now: Needs, wanted: Needs) -> bool:
-        """Would `wanted` fit in place of `now`, which is loaded?"""
-        return self.fits(wanted, now.held_bytes)
+    def room(
+        self, engine: str, now: Needs, wanted: Needs, device_free_bytes: int | None = None
+    ) -> bool:
+        """Would `wanted` fit in place of `now`, which this engine has loaded?"""
+        held = now.held_bytes
+        device = None if device_free_bytes is None else device_free_bytes + held
+        return self.fits(engine, wanted, held, device)
 
-    def fits(self, wanted: Needs, more_bytes: int) -> bool:
-        """Would it fit if there were `more_bytes`? Promises nothing."""
+    def fits(
+        self, engine: str, wanted: Needs, more_bytes: int, device_free_bytes: int | None = None
+    ) -> bool:
+        """Would it fit if the machine had `more_bytes` more? Promises nothing."""
+        free = self._free_bytes(engine, more_bytes, device_free_bytes)
+        return free is None or wanted.total_bytes <= free
+
+    def _free_bytes(
+        self, engine: str, more_bytes: int, device_free_bytes: int | None
+    ) -> int | None:
+        """By the smaller count, without what others will take; None = unknown."""
         available = self._memory.available_bytes()
-        return available is None or wanted.total_bytes <= available + more_bytes
+        counts = [] if available is None else [available + more_bytes]
+        counts += [] if device_free_bytes is None else [device_free_bytes]
+        return min(counts) - self._promised_beside(engine) if counts else None
+
+    def _promised_beside(self, engine: str) -> int:
+        return sum(size for name, size in self._promised.items() if name != engine)
 
 
 def pressed(memory: Memory, floor_bytes: int, some_percent: float, full_percent: float) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from edged.engine.gate import Gate
 from edged.memory import SPARE_BYTES, Admission, Memory, Needs, needs, pressed
 
 MIB = 1 << 20
@@ -122,8 +123,31 @@ def test_a_climb_counts_what_the_smaller_launch_gives_back(tmp_path: Path) -> No
     """The present worker's memory is free for its successor."""
     admission = Admission(machine(tmp_path, available_mib=700))
     small, large = Needs(0, 300 * MIB, 100 * MIB), Needs(0, 300 * MIB, 200 * MIB)
-    assert admission.room(small, large)
-    assert not admission.room(small, Needs(0, 600 * MIB, 0))
+    assert admission.room("npu", small, large)
+    assert not admission.room("npu", small, Needs(0, 600 * MIB, 0))
+
+
+def test_a_climb_is_not_tried_with_memory_promised_to_another_load(tmp_path: Path) -> None:
+    """It would be refused, and would have cost a restart: what another load will take counts."""
+    admission = Admission(machine(tmp_path, available_mib=1200))
+    small, large = Needs(0, 300 * MIB, 100 * MIB), Needs(0, 300 * MIB, 200 * MIB)
+    admission.reserve("cpu", Needs(0, 700 * MIB, 0))
+    assert not admission.room("npu", small, large)
+    assert not admission.fits("npu", large, 0)
+    assert admission.fits("cpu", Needs(0, 600 * MIB, 0), 0)
+    admission.settle("cpu")
+    assert admission.room("npu", small, large)
+
+
+def test_a_climb_asks_the_devices_own_count_too(tmp_path: Path) -> None:
+    """What the device has free and what the smaller launch gives back must hold the larger one."""
+    admission = Admission(machine(tmp_path, available_mib=4000))
+    small, large = Needs(0, 300 * MIB, 100 * MIB), Needs(0, 300 * MIB, 200 * MIB)
+    free = [600 * MIB]
+    gate = Gate("npu", admission, lambda: free[0])
+    assert not gate.room(small, large)
+    free[0] = 620 * MIB
+    assert gate.room(small, large)
 
 
 @pytest.mark.parametrize(

@@ -44,19 +44,17 @@ class Gate:
         """`wanted` would fit in place of `now`, which is loaded."""
         if self._admission is None or now is None or wanted is None:
             return True
-        return self._admission.room(now, wanted)
+        return self._admission.room(self._engine, now, wanted, self._device_free_bytes())
 
     def spares(self, needs: Needs | None) -> bool:
         """It would fit and leave what a fallback that stays loaded has to leave."""
         if self._admission is None or needs is None:
             return True
-        return self._admission.fits(needs, SPARE_BYTES - BESIDE_BYTES)
+        more_bytes = SPARE_BYTES - BESIDE_BYTES
+        return self._admission.fits(self._engine, needs, more_bytes, self._device_free_bytes())
 
     def would_open(self, needs: Needs | None, more_bytes: int) -> bool:
         """It was refused, and would not be if the machine had `more_bytes` more."""
         if not self.refused or needs is None or self._admission is None:
             return False
-        free = self._device_free_bytes()
-        return self._admission.fits(needs, more_bytes) and (
-            free is None or needs.held_bytes <= free
-        )
+        return self._admission.fits(self._engine, needs, more_bytes, self._device_free_bytes())
