@@ -26,10 +26,12 @@ run: setup  ## start the daemon, with TWIN=1 on a simulated NPU; ARGS go to `edg
 	@$(BIN)/edged run --set mqtt.url=mqtt://127.0.0.1:1883 \
 		$(if $(TWIN),--twin $(filter-out 1,$(TWIN))) $(ARGS)
 
-test:  ## set up what the tests need and run them; ARGS go to pytest
+# Two files at a time, since most tests wait for processes; the smoke of the chaos suite by itself.
+test:  ## set up what the tests need and run them; ARGS go to pytest instead
 	@tools/test_packages.sh
 	@$(MAKE) --no-print-directory setup
-	@PATH=$$PATH:/usr/sbin $(BIN)/pytest $(ARGS)
+	@export PATH=$$PATH:/usr/sbin; if [ -n "$(ARGS)" ]; then $(BIN)/pytest $(ARGS); else \
+		$(BIN)/pytest -n 2 --dist loadfile -m 'not chaos'; $(BIN)/pytest tests/chaos -m smoke; fi
 
 chaos: venv  ## break the daemon in every way there is, under load; ARGS go to pytest
 	@tools/test_packages.sh
