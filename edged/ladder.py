@@ -16,6 +16,7 @@ Cause = Literal[
     "hang",
     "fatal",
     "lost",
+    "held",
     "load",
     "self_test",
     "row_faults",

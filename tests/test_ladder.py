@@ -25,7 +25,10 @@ from edged.ladder import (
 )
 
 RULES = Rules(rungs=3)
-CAUSES = ("memory", "death", "hang", "fatal", "lost", "load", "self_test", "internal", "wedged")
+CAUSES = (
+    *("memory", "death", "hang", "fatal", "lost"),
+    *("held", "load", "self_test", "internal", "wedged"),
+)
 
 
 @dataclass
@@ -312,3 +315,11 @@ def test_a_device_that_stays_lost_is_called_wedged() -> None:
     world.serve()
     assert not world.tell(Failed("lost")).wedged
     assert world.tell(Failed("wedged")).wedged
+
+
+def test_a_device_that_somebody_else_holds_is_never_called_wedged() -> None:
+    """However often it is found held: a reboot would end who holds it, and who did not ask."""
+    world = World()
+    for _ in range(20):
+        world.start()
+        assert not world.tell(Failed("held")).wedged

@@ -29,6 +29,10 @@ class WorkerStuck(EngineFault):
     """A worker that even SIGKILL does not end holds the device."""
 
 
+class DeviceHeld(EngineFault):
+    """Somebody who is not ours to end holds the device: nobody may be rebooted for that."""
+
+
 class _Process(msgspec.Struct, frozen=True):
     """A process id alone may mean another process by now. started: ticks since boot."""
 
@@ -52,8 +56,8 @@ class DeviceLock:
         """The locked file, to be inherited by the worker and closed here once it has begun; None
         where no file can be made: then there is no lock, which is better than no engine.
 
-        Raises EngineFault when another daemon's worker holds it, WorkerStuck when an orphan
-        cannot be ended.
+        Raises DeviceHeld when another daemon's worker or somebody unknown holds it, WorkerStuck
+        when an orphan cannot be ended.
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,14 +90,14 @@ class DeviceLock:
     async def _wait_for_holder(self, file: int) -> None:
         holder = _read(file)
         if holder is not None and holder.daemon.lives() and holder.daemon.pid != os.getpid():
-            raise EngineFault(
+            raise DeviceHeld(
                 f"the device is held by worker {holder.worker.pid} of the edged process "
                 f"{holder.daemon.pid}; stop that one"
             )
         if await _locked_within(file, _ORPHAN_ENDS_S):
             return
         if holder is None or not holder.worker.lives():
-            raise WorkerStuck(f"somebody unknown holds {self._path}; see `fuser {self._path}`")
+            raise DeviceHeld(f"somebody unknown holds {self._path}; see `fuser {self._path}`")
         log.warning("orphan_worker_killed", pid=holder.worker.pid, lock=str(self._path))
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(holder.worker.pid, signal.SIGKILL)

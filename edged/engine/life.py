@@ -17,7 +17,7 @@ from edged import wire
 from edged.engine.causes import cause_of, cause_of_exit
 from edged.engine.child import WORKER, Child
 from edged.engine.deadline import Deadline
-from edged.engine.device_lock import DeviceLock, WorkerStuck
+from edged.engine.device_lock import DeviceHeld, DeviceLock, WorkerStuck
 from edged.errors import EngineFault
 from edged.ladder import Cause
 from edged.memory import Memory
@@ -78,6 +78,9 @@ class Life:
             await self._exec()
         except WorkerStuck as fault:
             self._cause = ("wedged", str(fault))
+            self._on_gone("not started")
+        except DeviceHeld as fault:
+            self._cause = ("held", str(fault))
             self._on_gone("not started")
         except EngineFault as fault:
             self._on_gone(str(fault))
