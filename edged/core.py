@@ -233,7 +233,8 @@ class Health:
     time before which none is climbed. memory: the last sum that was checked before a load.
     standby: off because it is not needed; it is started when it is. newcomers: False while it
     takes only streams that another engine has lost.
-    admits: False while the guard lets nothing new into it.
+    admits: False while the guard lets nothing new into it. pauses: alive, and soon to serve again
+    without anybody's doing; said in `detail` only.
     """
 
     state: Literal["off", "starting", "ready", "failed"]
@@ -250,3 +251,9 @@ class Health:
     standby: bool = False
     newcomers: bool = True
     admits: bool = True
+    pauses: bool = False
+
+    @property
+    def serves(self) -> bool:
+        """Now, or in a moment: nobody need be told of that moment."""
+        return self.state == "ready" or self.pauses

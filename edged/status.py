@@ -50,7 +50,7 @@ def status_of(
 ) -> Status:
     """engines: in the order of the chain. now_s: loop time, as in Health.last_progress_s."""
     mode, reason = _mode(load.draining, engines, guard)
-    serves = any(h.state == "ready" and h.admits for _, h in engines)
+    serves = any(h.serves and h.admits for _, h in engines)
     if audit and mode in ("normal", "throttled"):
         mode, reason = "degraded", f"the self-audit found: {audit[0]}"
     progress = [h.last_progress_s for _, h in engines if h.last_progress_s is not None]
@@ -78,7 +78,7 @@ def _mode(
     if draining:
         return "draining", "the node is shutting down"
     hot = guard.reason if guard is not None and guard.mode == "throttled" else ""
-    missing = [(n, h) for n, h in engines if h.state != "ready" and not h.standby]
+    missing = [(n, h) for n, h in engines if not h.serves and not h.standby]
     if not missing:
         return ("throttled", hot) if hot else ("normal", _smaller(engines))
     reason = "; ".join(f"{name} is {_state(health)}" for name, health in missing)

@@ -30,9 +30,11 @@ from edged.core import Chat, ChatMessage, Delta, Finish, Limits, Prompt, Request
 from edged.engine.upstream import UpstreamEngine
 from edged.engine.upstream.dial import dial_of
 from edged.errors import EngineFault
+from edged.ingress.http.info import readiness
 from edged.queue import Queue
 from edged.scheduler import Scheduler, Stream
 from edged.settings import Upstream
+from edged.status import status_of
 from edged.text.model import TextModel
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
@@ -427,6 +429,34 @@ async def test_a_busy_server_gets_its_pause_and_the_stream_waits(
     assert shown == REFERENCE
     assert loop.time() - begun_s >= 0.4
     assert [(s.name, s.reason) for s in finish.engines] == [("openai", "first")]
+
+
+@pytest.mark.parametrize(("retry_after", "short"), [("5", True), ("300", False)])
+async def test_a_short_pause_of_a_living_server_is_no_outage(
+    text: TextModel, fake: FakeUpstream, retry_after: str, short: bool
+) -> None:
+    """A node whose server is busy for a moment stays normal and ready, whatever else it has; a
+    long pause is degraded, and says why."""
+    fake.script.append(refuse(429, retry_after=retry_after))
+    async with engine_on(fake) as engine:
+        scheduler = scheduler_on(text, engine)
+        stream = scheduler.submit(asked())
+        await until(lambda: engine.health().state == "starting")
+        health, load = engine.health(), scheduler.load()
+        status = status_of("n", load, [("openai", health)], asyncio.get_running_loop().time())
+        assert (status.mode, status.ready) == (("normal", True) if short else ("degraded", False))
+        assert "asked for a pause" in health.detail
+        assert ("asked for a pause" in status.reason) != short
+        assert all(passed for _, passed, _ in readiness(status, False)) == short
+        await stream.aclose()
+
+
+async def test_a_failing_server_is_no_pause(text: TextModel, fake: FakeUpstream) -> None:
+    """What it did not ask for is an outage, however short."""
+    fake.script.append(refuse(500))
+    async with engine_on(fake) as engine:
+        await read(scheduler_on(text, engine).submit(asked()))
+        assert (engine.health().state, engine.health().pauses) == ("failed", False)
 
 
 async def test_a_server_that_names_no_pause_is_not_asked_without_end(

@@ -29,6 +29,7 @@ _PROVE_AGAIN_S = 10.0  # while it serves
 _TRY_AGAIN_S, _TRY_AGAIN_MAX_S = 0.5, 10.0  # while it does not, doubling
 _GIVE_UP_AFTER_S = 60.0  # without proof: streams no longer wait for it
 _PAUSE_S, _PAUSE_MAX_S = 1.0, 60.0  # after a fault or an unexplained 429, doubling
+_SHORT_PAUSE_S = 30.0  # of a server that is alive: its busy moments are nobody's alarm
 _LEAST_PAUSE_S = 0.25  # where it names less; one that names 0 has named none
 
 State = Literal["off", "starting", "ready", "failed"]
@@ -62,6 +63,7 @@ class UpstreamEngine:
         self._pause: asyncio.TimerHandle | None = None
         self._pause_state: Literal["starting", "failed"] = "failed"
         self._pause_detail = ""
+        self._short_pause = False  # asked for by a server that is alive
         self._last_progress_s: float | None = None
         self._unproven_since_s = 0.0
         self._ask_now = asyncio.Event()
@@ -82,15 +84,16 @@ class UpstreamEngine:
         return min(self._settings.max_concurrent, limits.max_batch) if limits.admit else 0
 
     def health(self) -> Health:
-        state, detail = self._state, self._detail
+        state, detail, pauses = self._state, self._detail, False
         if state == "ready" and self._pause is not None:
-            state, detail = self._pause_state, self._pause_detail
+            state, detail, pauses = self._pause_state, self._pause_detail, self._short_pause
         return Health(
             state=state,
             detail=detail,
             running=len(self._runs),
             slots=self._settings.max_concurrent,
             last_progress_s=self._last_progress_s,
+            pauses=pauses,
             admits=not (self.on_board and self._limits is not None and not self._limits.admit),
         )
 
@@ -213,6 +216,7 @@ class UpstreamEngine:
                 return
             self._pause.cancel()
         self._pause_state, self._pause_detail = state, why
+        self._short_pause = state == "starting" and seconds <= _SHORT_PAUSE_S
         self._pause = loop.call_later(seconds, self._on_pause_over)
         log.info("engine_pauses", engine=self.name, seconds=round(seconds, 2), why=why)
 

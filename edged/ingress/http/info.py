@@ -95,7 +95,7 @@ class Info:
 def readiness(status: Status, draining: bool) -> list[tuple[str, bool, str]]:
     """(check, passed, in words). Ready = an engine is there and new requests are admitted."""
     states = ", ".join(f"{name} is {health.state}" for name, health in status.engines)
-    engine = any(health.state == "ready" for _, health in status.engines)
+    engine = any(health.serves for _, health in status.engines)
     staying = not draining and status.mode != "draining"
     admitting = staying and (status.ready or not engine or bool(status.audit))
     closed = f"{status.mode}, {status.reason}" if staying else "the node is shutting down"
