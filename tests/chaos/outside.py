@@ -40,15 +40,16 @@ async def paused(lab: Lab, rng: random.Random) -> None:
     before = [engine["restarts"] for engine in (await lab.status())["engines"]]
     async with lab.crowd() as answers:
         await lab.begun(2)
-        await asyncio.sleep(rng.uniform(0, 0.5))
+        await lab.stepped(rng.randint(0, 60))
         lab.process.suspend()
         try:
-            await asyncio.sleep(rng.choice((3.0, 20.0)))
+            await asyncio.sleep(rng.choice((3.0, 25.0, 25.0)))
         finally:
             lab.process.resume()
         tolds = await answers
     await expect_whole(lab, tolds)
-    assert [engine["restarts"] for engine in (await lab.status())["engines"]] == before
+    after = [engine["restarts"] for engine in (await lab.status())["engines"]]
+    assert after == before, (after, [told.engines for told in tolds])
 
 
 async def no_files_left(lab: Lab, rng: random.Random) -> None:
