@@ -1,6 +1,6 @@
 """How long a stream stands still when its engine dies, and how soon all is as before.
 
-    .venv/bin/python tools/bench_carryover.py [--quick]
+    .venv/bin/python tools/bench_carryover.py [--quick] [--soak ROUNDS]
 
 The real daemon with SmolLM2 on the simulated NPU (native pace) and the CPU engine, all on this
 machine's cores. Ends with one line `RESULT ` and a JSON object; times are seconds.
@@ -228,11 +228,13 @@ async def measured(quick: bool) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds, and a soak of three")
+    parser.add_argument("--soak", type=int, default=20, help="rounds of it (default 20, 0 = none)")
     args = parser.parse_args()
     found: dict[str, Any] = {}
     with contextlib.suppress(KeyboardInterrupt):
         found = asyncio.run(measured(args.quick))
-        found |= soaked(3 if args.quick else 20)
+        if args.soak:
+            found |= soaked(min(3, args.soak) if args.quick else args.soak)
     shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}
     print("RESULT " + json.dumps(shown))
     return 0 if found else 1

@@ -142,7 +142,8 @@ async def nothing_finite(lab: Lab, rng: random.Random) -> None:
 
 
 async def both_dead_at_once(lab: Lab, rng: random.Random) -> None:
-    """The streams wait for the engine that has not failed them, and it goes on with them."""
+    """The streams wait for the engine that has not failed them, and it goes on with them; where
+    it was seen alive for a moment and has taken them, both have failed them, and they end so."""
     workers = [lab.worker("npu"), lab.worker("cpu")]
 
     def strike() -> None:
@@ -150,8 +151,8 @@ async def both_dead_at_once(lab: Lab, rng: random.Random) -> None:
             worker.kill()
 
     tolds = await under_load(lab, rng, strike)
-    assert moved(tolds), [told.engines for told in tolds]
-    await expect_whole(lab, tolds)
+    assert moved(tolds) or any(told.code for told in tolds), [told.engines for told in tolds]
+    await expect_whole(lab, tolds, may_fail={"engine_fault"})
 
 
 async def both_dead_in_turn(lab: Lab, rng: random.Random) -> None:
