@@ -118,6 +118,7 @@ def build(config: Config, model_dirs: Mapping[str, Path]) -> Parts:
         worker.on_move = functools.partial(metrics.ladder_moves.add, worker.name)
         worker.on_report = functools.partial(_on_report, metrics, guard, worker.name)
     rebooter = Rebooter(config.recover, Path(config.state_dir), lambda: scheduler.load().live)
+    chain.overseer.covered = functools.partial(scheduler.covered, chain.workers[-1].name)
     chain.overseer.on_wedged = rebooter.look
 
     def status() -> Status:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,8 +65,8 @@ class Scheduler:
         on_leave: Callable[[str], None] = lambda code: None,
         on_move: Callable[[str, str, str], None] = lambda source, target, reason: None,
     ) -> None:
-        """on_leave: an engine has lost a stream, for this code; on_move: (from, to, reason) the
-        stream has found another."""
+        """on_leave: an engine has lost a stream, or none can serve it, for this code; on_move:
+        (from, to, reason) the stream has found another."""
         self._engines = engines
         self._texts = texts
         self._queue = queue
@@ -149,7 +150,7 @@ class Scheduler:
         for engine in ready:
             self._fill(engine, ready)
         for stream in self._waiting():
-            if not self._may_wait(stream):
+            if not self._may_wait(stream) and not self._wakes(stream):
                 self._give_up(stream)
 
     def _fill(self, engine: Link, ready: Sequence[Link]) -> None:
@@ -215,6 +216,19 @@ class Scheduler:
         return any(
             engine.health().state != "off" and stream.suits(engine) for engine in self._engines
         )
+
+    def _wakes(self, stream: Stream) -> bool:
+        """An engine in standby that suits it has been called, and comes."""
+        if any(e.health().standby and stream.suits(e) for e in self._engines):
+            self._on_leave("engine_unavailable" if stream.moves is None else stream.moves.code)
+        return self._may_wait(stream)
+
+    def covered(self, name: str) -> bool:
+        """An engine before this one in the chain is ready, one for each stream that waits."""
+        before = itertools.takewhile(lambda engine: engine.name != name, self._engines)
+        healths = [(engine, engine.health()) for engine in before]
+        ready = [engine for engine, now in healths if now.state == "ready" and now.admits]
+        return bool(ready) and all(any(map(s.suits, ready)) for s in self._waiting())
 
     def _give_up(self, stream: Stream) -> None:
         if stream.left:

@@ -12,6 +12,7 @@ import psutil
 from fakes import LetterText
 
 from edged import wire
+from edged.engine import Link
 from edged.engine.fallback import Fallback
 from edged.engine.gate import Gate
 from edged.engine.life import Means
@@ -68,7 +69,7 @@ class BoardMemory(Memory):
 
 class Board:
     """An NPU and a CPU engine, a scheduler in front, an overseer behind. lazy: the CPU engine is
-    not loaded at first; warm: it is to stay loaded."""
+    not loaded at first; warm: it is to stay loaded; between: engines between the two."""
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class Board:
         warm: bool = False,
         idle_s: float = 0.5,
         fault: str = "none",
+        between: Sequence[Link] = (),
     ) -> None:
         self.memory = BoardMemory(available_mib)
         admission = Admission(self.memory)
@@ -110,12 +112,13 @@ class Board:
             (self.npu, self.cpu), fallback, self.memory, Watch(200 * MIB, 50.0, 10.0)
         )
         self.scheduler = Scheduler(
-            (self.npu, self.cpu),
+            (self.npu, *between, self.cpu),
             {"fake": LetterText()},  # type: ignore[dict-item]
             Queue(64, 1_000_000, 10.0),
             on_leave=self.overseer.need,
             on_move=lambda *move: self.stream_moves.append(move),
         )
+        self.overseer.covered = lambda: self.scheduler.covered("cpu")
         for engine in (self.npu, self.cpu):
             engine.on_change = self._changed
             engine.on_move = lambda reason, name=engine.name: self.moves.append((name, reason))  # type: ignore[misc]

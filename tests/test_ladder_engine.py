@@ -9,11 +9,11 @@ import signal
 
 import msgspec
 import pytest
-from fakes import LetterText, request
+from fakes import FakeEngine, FakeRun, LetterText, request
 from fakes_ladder import MIB, Board, running, until
 
 from edged import wire
-from edged.core import Delta, Finish, Limits
+from edged.core import Delta, Finish, Limits, Request
 from edged.engine.causes import cause_of, cause_of_exit
 from edged.engine.repetition import Repetition
 from edged.errors import EngineFault
@@ -258,6 +258,59 @@ async def test_a_lazy_fallback_is_parked_again_when_it_is_idle() -> None:
         await until(lambda: board.cpu.health().standby)
         assert "idle" in board.cpu.health().detail
         assert "streams then wait about" in board.cpu.health().detail
+
+
+class Picky(FakeEngine):
+    """Takes words only, where requests bring ids."""
+
+    def unsuited(self, request: Request, begun: bool) -> str:
+        return "prompt"
+
+    def run_text(self, request: Request, written: str) -> FakeRun:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("fault", ["none", "nan-at-3"])
+async def test_a_lazy_fallback_is_not_called_while_an_engine_before_it_serves(fault: str) -> None:
+    """Whatever befalls the NPU, streams go on with the next engine of the chain, and nobody loads
+    a model for nothing."""
+    between = FakeEngine(step_s=0.001, name="openai")
+    async with running(Board(lazy=True, fault=fault, between=[between])) as board:
+        await ready(board)
+        stream = asyncio.create_task(read(board.scheduler.submit(request(max_tokens=60))))
+        if fault == "none":
+            await until(lambda: board.npu.health().running == 1)
+            os.kill(board.npu.pid or 0, signal.SIGKILL)
+        tokens, finish = await stream
+        assert (tokens, finish.reason, names(finish)) == (60, "length", ["npu", "openai"])
+        await ready(board)
+        assert (board.cpu.health().standby, board.cpu.health().restarts) == (True, 0)
+
+
+def without_npu(between: FakeEngine) -> Board:
+    """A board whose NPU finds no memory, and which has another engine before the CPU's."""
+    return Board(available_mib=1800, npu_mib=(5000,), lazy=True, between=[between])
+
+
+async def test_a_lazy_fallback_is_called_when_the_engine_before_it_fails_too() -> None:
+    """The NPU is away and the next engine goes as well: the fallback is loaded at that moment."""
+    between = FakeEngine(name="openai")
+    async with running(without_npu(between)) as board:
+        await until(lambda: board.npu.health().detail.startswith("not enough memory"))
+        await asyncio.sleep(0.3)  # three looks
+        assert board.cpu.health().standby
+        between.state = "failed"
+        await until(lambda: board.cpu.health().state == "ready")
+
+
+async def test_a_lazy_fallback_is_called_for_a_stream_that_no_engine_before_it_suits() -> None:
+    """One that the next engine cannot take is not left waiting for the NPU, nor given up."""
+    async with running(without_npu(Picky(name="openai"))) as board:
+        await until(lambda: board.npu.health().detail.startswith("not enough memory"))
+        await until(lambda: board.npu.health().state == "off")
+        assert board.cpu.health().standby
+        tokens, finish = await read(board.scheduler.submit(request(max_tokens=30)))
+        assert (tokens, finish.reason, names(finish)) == (30, "length", ["cpu"])
 
 
 async def test_a_warm_fallback_returns_when_memory_has_long_been_calm() -> None:

@@ -8,7 +8,7 @@ stay loaded is parked under memory pressure only, and returns when that is long 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -30,6 +30,8 @@ class Fallback:
     ) -> None:
         self._spare, self._before = spare, tuple(before)
         self._idle_s, self._lazy = idle_s, lazy
+        # An engine before it that is not one of `before` serves all who wait.
+        self.covered: Callable[[], bool] = lambda: False
         self._woken = False  # it was parked before, and may be again
         self._idle_since_s: float | None = None
         self._calm_since_s: float | None = None
@@ -43,13 +45,13 @@ class Fallback:
     # --- at every change -------------------------------------------------------------------------
 
     def review(self) -> None:
-        """Wake it once an engine before it has failed and none serves."""
+        """Wake it once an engine before it has failed and nobody else serves who waits."""
         if not self._spare.keeper.parked or self._yields():
             return
         if any(engine.keeper.state == "ready" for engine in self._before):
             return
         failed = [engine for engine in self._before if engine.keeper.faulted]
-        if failed:
+        if failed and not self.covered():
             self.wake(f"{failed[-1].name} failed")
 
     def wake(self, why: str) -> None:

@@ -201,7 +201,7 @@ class Keeper:
         self._set_state("off", why)
 
     def wake(self, why: str) -> None:
-        if self.parked:
+        if self.parked and not self._stopping:
             self.parked = False
             self.gate.reserve(self.rung.needs)
             self._set_state("starting", why)

@@ -47,6 +47,9 @@ class Overseer:
     ) -> None:
         self._engines, self._fallback = tuple(engines), fallback
         self._memory, self._watch = memory, watch
+        self.covered: Callable[[], bool] = lambda: False  # all who wait are served all the same
+        if fallback is not None:
+            fallback.covered = lambda: self.covered()
         self.on_wedged: Callable[[str], None] = lambda words: None  # again and again
         self._pressed = 0  # looks in a row
         self.looked_s: float | None = None  # loop time of the last look
@@ -81,7 +84,7 @@ class Overseer:
 
     def need(self, code: str) -> None:
         """A stream has lost its engine, for a code of the error table, and looks for another."""
-        if self._fallback is not None and code not in _NO_HELP:
+        if self._fallback is not None and code not in _NO_HELP and not self.covered():
             self._fallback.wake("a stream that looks for another engine")
 
     def _relieve(self, words: str) -> None:
