@@ -93,6 +93,7 @@ async def live(made_home: Home, rounds: Iterator[str], rng: random.Random, soak:
     """One daemon, until the rounds are over or a promise is broken."""
     held = Held()
     async with lab(made_home) as made:
+        await asyncio.wait_for(CASES["burst"](made, rng), CASE_S)  # the heap's high-water mark
         for name in rounds:
             began_s = time.monotonic()
             soak.rounds += 1
