@@ -14,6 +14,7 @@ from typing import Literal
 import structlog
 
 from edged import ladder, wire
+from edged.engine.due import Due
 from edged.engine.gate import Gate
 from edged.engine.life import Hears, Life, Means
 from edged.engine.rungs import Rung
@@ -59,15 +60,13 @@ class Keeper:
         self.wedged = ""  # why only a reboot may help; empty while one need not
         self.starts = 0
         self.start_s: float | None = None  # how long the last start took, from exec to ready
-        self.parked = False
         self.ladder = ladder.State()
         self.means, self.gate, self.rules, self._owner = means, gate, rules, owner
         self._hears = Hears(
             owner.on_report, self._on_ready, self._on_tested, owner.on_idle, self._on_end
         )
         self._first: asyncio.Future[None] | None = None  # what start() waits for
-        self._nudge = asyncio.Event()
-        self._due_s = 0.0
+        self._due = Due()
         self._began_s = 0.0
         self._off = False
         self._faulted = False
@@ -109,7 +108,12 @@ class Keeper:
     @property
     def due_s(self) -> float:
         """Loop time of the next start, when there is no worker."""
-        return self._due_s
+        return self._due.at_s
+
+    @property
+    def parked(self) -> bool:
+        """No worker until `wake`."""
+        return self._due.parked
 
     @property
     def serves(self) -> bool:
@@ -167,7 +171,8 @@ class Keeper:
             log.warning("rung_left", engine=self.name, off=off, next=self.rung.words, why=words)
             self._owner.on_move(action.reason)
         self.wedged = words if action.wedged else self.wedged
-        self._off, self._due_s = off, now_s + action.delay_s
+        self._off = off
+        self._due.after(action.delay_s)
         # Not for a restart on purpose, nor while a smaller launch may fit: nobody needs to step in.
         self._faulted = self._faulted or off or action.reason not in _PURPOSEFUL
         if action.kind == "climb" and self._owner.busy():
@@ -195,29 +200,29 @@ class Keeper:
 
     def park(self, why: str) -> None:
         """No worker until `wake`: a fallback that waits to be needed."""
-        self.parked = True
+        self._due.park()
         if self._alive:
             self._let_go(why)
         self._set_state("off", why)
 
     def wake(self, why: str) -> None:
         if self.parked and not self._stopping:
-            self.parked = False
+            self._due.unpark()
             self.gate.reserve(self.rung.needs)
             self._set_state("starting", why)
-            self._nudge.set()
 
     def expect_memory(self, within_s: float, why: str) -> None:
         """What it waits for is being given back: it is about to start, and worth waiting for."""
-        self._off, self._due_s = False, asyncio.get_running_loop().time() + within_s
+        self._off = False
+        self._due.after(within_s)
         self._set_state("starting", why)
-        self._nudge.set()
+        self._due.nudge()
 
     def hurry(self) -> None:
         """Memory was given back: ask for it now."""
         if self.gate.refused:
-            self._due_s = 0.0
-            self._nudge.set()
+            self._due.at_s = 0.0
+            self._due.nudge()
 
     def would_fit(self, more_bytes: int) -> bool:
         """It is off for lack of memory, and would start if there were `more_bytes`."""
@@ -231,7 +236,7 @@ class Keeper:
 
     async def _keep(self) -> None:
         while not self._stopping:  # wait_for may swallow a cancellation (Python < 3.12)
-            await self._until_due()
+            await self._due.wait(self._on_wait)
             if not self._admitted():
                 continue
             self.starts += 1
@@ -245,21 +250,9 @@ class Keeper:
             if life.undead:
                 self.tell(ladder.Failed("wedged"), f"worker {life.pid} cannot be killed")
 
-    async def _until_due(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self.parked or self._due_s > loop.time():
-            timer = None
-            if not self.parked:
-                left_s = self._due_s - loop.time()
-                detail = f"{self.detail.partition(_NEXT)[0]}{_NEXT} in {left_s:.1f} s"
-                self._set_state("off" if self._off else "starting", detail)
-                timer = loop.call_later(left_s, self._nudge.set)
-            self._nudge.clear()
-            try:
-                await self._nudge.wait()
-            finally:
-                if timer is not None:
-                    timer.cancel()
+    def _on_wait(self, left_s: float) -> None:
+        detail = f"{self.detail.partition(_NEXT)[0]}{_NEXT} in {left_s:.1f} s"
+        self._set_state("off" if self._off else "starting", detail)
 
     def _admitted(self) -> bool:
         """The sum of memory allows this rung; else the ladder knows, and says what is next."""
