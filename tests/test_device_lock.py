@@ -125,6 +125,23 @@ async def test_a_reused_process_id_is_not_killed(
         assert worker.is_running()
 
 
+async def test_a_worker_of_another_user_is_named_and_reboots_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What we have no right to end is for its owner to end: that is no case for a reboot."""
+    monkeypatch.setattr(device_lock, "_ORPHAN_ENDS_S", 0.1)
+
+    def kill(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with held(tmp_path / "npu.lock", 60, "ends") as worker:
+        with monkeypatch.context() as patch:
+            patch.setattr("edged.engine.device_lock.os.kill", kill)
+            with pytest.raises(DeviceHeld, match=f"worker {worker.pid} of another user"):
+                await DeviceLock(tmp_path / "npu.lock").claim()
+        assert worker.is_running()
+
+
 async def test_a_disk_that_takes_no_file_costs_the_lock_not_the_engine(tmp_path: Path) -> None:
     """A full or read-only state folder is said in the log, and the device is used all the same."""
     (tmp_path / "file").write_text("")

@@ -98,9 +98,16 @@ class DeviceLock:
             return
         if holder is None or not holder.worker.lives():
             raise DeviceHeld(f"somebody unknown holds {self._path}; see `fuser {self._path}`")
-        log.warning("orphan_worker_killed", pid=holder.worker.pid, lock=str(self._path))
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
             os.kill(holder.worker.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            log.info("orphan_worker_ended", pid=holder.worker.pid, lock=str(self._path))
+        except PermissionError:
+            raise DeviceHeld(
+                f"worker {holder.worker.pid} of another user's edged holds the device; end it"
+            ) from None
+        else:
+            log.warning("orphan_worker_killed", pid=holder.worker.pid, lock=str(self._path))
         if not await _locked_within(file, _KILLED_ENDS_S):
             raise WorkerStuck(
                 f"worker {holder.worker.pid} of an earlier run holds the device and cannot be "
