@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -230,6 +231,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few rounds, and a soak of three")
     parser.add_argument("--soak", type=int, default=20, help="rounds of it (default 20, 0 = none)")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no process is left behind
     found: dict[str, Any] = {}
     with contextlib.suppress(KeyboardInterrupt):
         found = asyncio.run(measured(args.quick))

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
 import sys
 import time
 import traceback
@@ -129,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
     parser.add_argument("--only", default="", help="cases whose name contains it")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no process is left behind
     print(f"{args.rounds} rounds, seed {args.seed}", flush=True)
     began_s = time.monotonic()
     soak = Soak()
