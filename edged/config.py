@@ -147,8 +147,8 @@ def _checked(config: Config) -> Config:
             "mqtt.username, the password into mqtt.password_file"
         )
     _check_levers(config.levers)
-    _check_guard(config)
     _check_sensors(config.sensors)
+    _check_guard(config)
     return config
 
 
