@@ -83,7 +83,7 @@ def test_every_promise_names_a_test_that_exists() -> None:
     """Each line of docs/behaviour.md ends with the tests that hold it."""
     assert promises()
     for promise in promises():
-        named = re.findall(r"(tests/\w+\.py)::(\w+)", promise)
+        named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", promise)
         assert named, f"no test is named: {promise}"
         for file, function in named:
             assert (ROOT / file).exists(), promise
