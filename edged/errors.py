@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from edged.core import EngineSpan
+
 
 class ErrorSpec(NamedTuple):
     """status: HTTP status; type: OpenAI's error type; retryable: worth the same request again."""
@@ -58,12 +60,14 @@ class RequestError(Exception):
     """Something the caller is told: a refusal before the first byte or the error of a Finish.
 
     param: the field at fault ("messages[0].content"); retry_after_s: 1..60 where known.
+    engines: who wrote what before it failed.
     """
 
     code: str
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    engines: tuple[EngineSpan, ...] = ()
 
     def __post_init__(self) -> None:
         super().__init__(self.message)

@@ -421,3 +421,19 @@ async def test_one_connection_serves_many_requests(site: Site) -> None:
             assert (await raw.answer())[0] == 200
             raw.post("/v1/chat/completions", b"{")
             assert (await raw.answer())[0] == 400
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_failed_answer_tells_who_wrote_what_there_was(site: Site, stream: bool) -> None:
+    """The engines of what was written before the failure come with the error, in both forms."""
+    site.scheduler.answer = None
+    body = chat_body(stream=stream)
+    ask = events if stream else post
+    asking = asyncio.create_task(ask(site, "/v1/chat/completions", body))
+    fake = await _first_word(site, "one")
+    await asyncio.sleep(0.3)
+    fake.end("failed", "engine_fault", "it died")
+
+    error = next(e for e in reversed(await asking) if isinstance(e, dict))
+    assert error["error"]["code"] == "engine_fault"
+    assert [(e["name"], e["to_token"]) for e in error["edged"]["engines"]] == [("cpu", 7)]

@@ -432,7 +432,8 @@ async def test_an_unknown_request_topic_is_named_with_the_known_ones(client: Req
 async def test_a_failed_stream_ends_with_its_error(
     client: Requester, scheduler: FakeScheduler
 ) -> None:
-    """A fault in mid-stream is the request's one error, with the code of the table."""
+    """A fault in mid-stream is the request's one error, with the code of the table and the
+    engines of what was written."""
     await client.ask("generate", {"id": "e", "prompt": "p", "stream": True})
     stream = await scheduler.stream()
     stream.say("half")
@@ -443,6 +444,7 @@ async def test_a_failed_stream_ends_with_its_error(
         "message": "the engine died",
         "retryable": True,
     }
+    assert [e["name"] for e in error.body["engines"]] == ["cpu"]
     assert error.body["seq"] == 2
     await client.nothing()
 

@@ -6,6 +6,7 @@ Pure. Every refusal and every failure leaves through here, whatever raised it.
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ _CLOSING = ("request_timeout", "payload_too_large", "headers_too_large", "shutti
 
 
 def error_json(error: RequestError) -> dict[str, Any]:
-    return {
+    body: dict[str, Any] = {
         "error": {
             # What a client sent may be quoted in it, half characters included.
             "message": error.message.encode("utf-8", "replace").decode(),
@@ -42,6 +43,9 @@ def error_json(error: RequestError) -> dict[str, Any]:
             "code": error.code,
         }
     }
+    if error.engines:
+        body["edged"] = {"engines": [asdict(span) for span in error.engines]}
+    return body
 
 
 def error_response(error: RequestError) -> web.Response:
@@ -80,7 +84,8 @@ def finish_error(finish: Finish) -> RequestError | None:
     code = "cancelled" if finish.reason == "cancelled" else finish.error_code
     if code is None or code not in TABLE:
         code = "internal_error"
-    return RequestError(code, finish.error_message or f"the request was {finish.reason}")
+    message = finish.error_message or f"the request was {finish.reason}"
+    return RequestError(code, message, engines=finish.engines)
 
 
 def routing_error(error: web.HTTPException, path_and_method: str) -> RequestError:

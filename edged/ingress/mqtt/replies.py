@@ -61,7 +61,10 @@ def error(node: str, address: Address, seq: int, fault: RequestError) -> Outgoin
         told["param"] = fault.param
     if fault.retry_after_s is not None:
         told["retry_after_ms"] = round(fault.retry_after_s * 1000)
-    return _reply(node, address, "error", seq, {"error": told}, fault.spec.status)
+    more: dict[str, Any] = {"error": told}
+    if fault.engines:
+        more["engines"] = [msgspec.to_builtins(span) for span in fault.engines]
+    return _reply(node, address, "error", seq, more, fault.spec.status)
 
 
 def status(node: str, address: Address, facts: Mapping[str, Any]) -> Outgoing:
@@ -81,7 +84,7 @@ def status_of(reply: Outgoing) -> int:
 def failure(finish: Finish) -> RequestError:
     """The error of a stream that was shed or failed."""
     message = finish.error_message or f"the request ended as {finish.reason}"
-    return RequestError(finish.error_code or "internal_error", message)
+    return RequestError(finish.error_code or "internal_error", message, engines=finish.engines)
 
 
 def fitting(message: Outgoing, node: str, max_packet_bytes: int | None) -> Outgoing | None:
