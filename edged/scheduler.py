@@ -39,12 +39,14 @@ class Running:
 
 @dataclass(frozen=True)
 class Load:
-    """What status, metrics and readiness want to know."""
+    """What status, metrics and readiness want to know. moved: times a stream has gone on with
+    another engine, ever."""
 
     waiting: int
     running: int
     oldest_wait_s: float
     draining: bool
+    moved: int = 0
 
     @property
     def live(self) -> int:
@@ -77,6 +79,7 @@ class Scheduler:
         self._streams: dict[Stream, Running | None] = {}  # None = waiting
         self._ever_ready = False
         self._draining = False
+        self._moved = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._service_s = 1.0  # moving mean of dispatch -> end, for Retry-After
@@ -179,6 +182,7 @@ class Scheduler:
             self._requeue(stream, fault)  # dispatch, which called us, goes on to the next engine
             return
         if moves is not None:
+            self._moved += 1
             self._on_move(source, engine.name, moves.code)
         task = asyncio.create_task(self._drive(stream, run))
         self._streams[stream] = Running(run, task, engine)
@@ -325,6 +329,7 @@ class Scheduler:
             running=len(self._streams) - len(self._queue),
             oldest_wait_s=self._queue.oldest_wait_s(now_s),
             draining=self._draining,
+            moved=self._moved,
         )
 
 

@@ -31,6 +31,7 @@ class Status:
     engines: tuple[tuple[str, Health], ...] = field(default=())
     waiting: int = 0
     running: int = 0
+    moved: int = 0  # times a stream went on with another engine
     oldest_wait_s: float | None = None
     last_progress_s: float | None = None
     guard: View | None = None
@@ -63,6 +64,7 @@ def status_of(
         engines=tuple(engines),
         waiting=load.waiting,
         running=load.running,
+        moved=load.moved,
         oldest_wait_s=load.oldest_wait_s if load.waiting else None,
         last_progress_s=now_s - max(progress) if progress else None,
         guard=guard,
@@ -111,6 +113,7 @@ def status_json(status: Status) -> dict[str, Any]:
         "engines": [_engine_json(name, health, status.at_s) for name, health in status.engines],
         "queue": {"waiting": status.waiting, "oldest_wait_s": rounded(status.oldest_wait_s)},
         "running": status.running,
+        "moved_streams_total": status.moved,
         "last_progress_s": rounded(status.last_progress_s),
         "audit": list(status.audit),
         "guard": view_json(status.guard, status.at_s) if status.guard is not None else None,

@@ -98,6 +98,10 @@ def test_a_stream_goes_on_with_the_cpu_when_the_npus_worker_dies(served: Daemon)
     assert [e["name"] for e in engines] == ["npu", "cpu"]
     assert engines[0]["to_token"] == engines[1]["from_token"] > 0
     assert engines[1]["to_token"] == 60
+    assert served.get("/edged/v1/status")["moved_streams_total"] == 1
+    assert 'edged_stream_moves_total{from="npu",reason="engine_fault",to="cpu"} 1.0' in served.get(
+        "/metrics"
+    )
     wait_for_npu(served)
 
 
