@@ -291,6 +291,8 @@ def llama_cpp(gguf_path: Path) -> Iterator[LlamaCpp]:
     params.ui = False
     params.port = 0
     server = xllamacpp.Server(params)
+    # A server that is dropped before its loop runs joins that loop for ever: one task runs it.
+    server.handle_completions({"prompt": [0], "max_tokens": 1})
     client = LlamaCpp(server.listening_address)
     try:
         yield client

@@ -83,6 +83,8 @@ class LlamaCpp:
         params.port = 0
         params.verbosity = -1
         self._server = xllamacpp.Server(params)
+        # A server that is dropped before its loop runs joins that loop for ever: one task runs it.
+        self._server.handle_completions({"prompt": [0], "max_tokens": 1})
 
     def generate(self, prompt_ids: Sequence[int], count: int) -> list[int]:
         """Up to `count` greedy ids after the prompt; an end-of-sequence id (left out) ends it."""
