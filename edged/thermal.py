@@ -53,7 +53,7 @@ def make_guard(
     end_streams: Callable[[], None],
 ) -> Guard:
     """Nothing runs yet. The engine that is ruled is the NPU, or the first of the chain."""
-    chain = tuple(name for name in model_dirs)
+    chain = tuple(model_dirs)
     if "npu" in chain:
         chain = ("npu", *(name for name in chain if name != "npu"))
     section = config.npu if chain[0] == "npu" else config.cpu

@@ -24,7 +24,8 @@ from edged.guard.levers.find import Found
 from edged.guard.loop import Engines, Guard, Hooks
 from edged.guard.policy import DUTY_FLOOR
 from edged.guard.sensors import Raw
-from edged.guard.sensors.hub import Hub
+from edged.guard.sensors.hub import Hub, SensorState
+from edged.guard.view import View, view_figures
 from edged.guard.work import Account, Executed
 from edged.ingress.mqtt.state import EVERY_S, Told
 from edged.scheduler import Load
@@ -214,6 +215,25 @@ def test_the_chip_is_guarded_while_levers_are_looked_for() -> None:
     """A driver that takes half a minute to answer does not keep the guard from its batch."""
     rig = Rig(90.0, find_s=30.0).run(10.0)
     assert rig.orders.last("npu").max_batch == 0
+
+
+def test_a_machine_without_any_sensor_says_what_to_do() -> None:
+    """It is slow for good, which nobody should have to guess."""
+    rig = Rig(60.0)
+    rig.guard._hub = Hub([], Sensors())
+    rig.run(20.0)
+    assert rig.orders.last("npu") == Limits(1, DUTY_FLOOR, 64)
+    assert any("edged check" in note for note in rig.view.notes)
+
+
+def test_a_sensor_in_reserve_counts_as_good() -> None:
+    """The figure of good sensors does not fall because a more trusted one works."""
+    view = View(
+        sensors=tuple(
+            SensorState(n, w, "", 0.1, 2, 3) for n, w in (("a", "working"), ("b", "standby"))
+        )
+    )
+    assert view_figures(view, "npu")["edged_guard_sensors_working"] == 2.0
 
 
 def test_what_a_board_cannot_do_is_said() -> None:

@@ -28,7 +28,7 @@ from edged.guard.policy import (
     Seen,
     Settings,
 )
-from edged.guard.sensors.hub import Hub
+from edged.guard.sensors.hub import Hub, SensorState
 from edged.guard.view import View
 from edged.guard.work import Account, Executed
 
@@ -141,7 +141,7 @@ class Guard:
         self._view = replace(self._view, mode="throttled", reason="guard error; see the log")
 
     def _tick(self, now_s: float) -> None:
-        device = self._hub.device()
+        device, sensors = self._hub.device(), self._hub.describe()
         rules = settings_of(self._config, device)
         seen = Seen(
             now_s,
@@ -171,15 +171,15 @@ class Guard:
                 load=seen.npu,
                 memory_bytes=memory,
                 health=device.health if device else None,
-                notes=self._mover.notes,
-                sensors=self._hub.describe(),
+                notes=(*self._mover.notes, *_without(sensors)),
+                sensors=sensors,
             ),
         )
         if before.mode != decision.mode:
             log.info("guard_mode", mode=decision.mode, reason=decision.reason)
 
     def _load(self, role: str, now_s: float) -> Load:
-        """Of all engines with this role, as one."""
+        """Of the engine with this role; a guard rules two at most, the NPU and the CPU."""
         streams = self._hooks.streams()
         waiting = self._hooks.waiting() if role == NPU else 0
         loads = [
@@ -241,3 +241,10 @@ class Guard:
             self._critical_s = now_s  # who comes to wait later, from another engine, waits as long
             self._hooks.end_streams()
         return critical
+
+
+def _without(sensors: tuple[SensorState, ...]) -> tuple[str, ...]:
+    """What to do on a machine where nothing tells a temperature: it counts as hot for ever."""
+    if sensors:
+        return ()
+    return ("no temperature sensor here, so the chip counts as hot; see `edged check`, [sensors]",)

@@ -10,6 +10,8 @@ from edged.core import Limits, Mode, Reading
 from edged.guard.policy import Forecast, Load
 from edged.guard.sensors.hub import SensorState
 
+_GOOD = ("working", "standby")  # standby: read seldom, while a more trusted one works
+
 
 @dataclass(frozen=True)
 class View:
@@ -110,7 +112,7 @@ def view_figures(view: View, primary: str) -> dict[str, float]:
         "edged_guard_energy_joules_per_token": forecast.joules_per_token,
         "edged_guard_thermal_resistance_celsius_per_watt": forecast.resistance_c_per_w,
         "edged_guard_thermal_gain_ratio": forecast.gain_ratio,
-        "edged_guard_sensors_working": float(sum(s.word == "working" for s in view.sensors)),
+        "edged_guard_sensors_working": float(sum(s.word in _GOOD for s in view.sensors)),
     }
     if reading is not None:
         mhz = reading.frequency_mhz

@@ -85,7 +85,7 @@ class Client:
                 raise fault_of(response.status, response.headers, body)
             if response.content_type != "text/event-stream":
                 raise EngineFault("it does not stream its answer")
-        except BaseException:
+        except BaseException:  # cancelled, too: the connection must not stay open
             response.close()
             raise
         return response
